@@ -1,0 +1,79 @@
+"""Counter-based random bits: a pure function of a key and of an element's global row and column.
+
+    word(row, col) = mix(mix(row ^ k0) ^ mix(col ^ k1))
+
+`mix` is a bijection of 32-bit words, so no word repeats within a row or a column; row and column are separate 32-bit words
+(one flat index would overflow on an 8B model). The same integer operations can be written in a Triton kernel. Nothing
+here depends on a mesh, on rematerialisation, on scan or on how a batch was split: whoever casts a piece of a tensor gives
+the piece's global row offset.
+
+mix: C. Wellons' `lowbias32` (public domain, "Prospecting for Hash Functions", 2018), bias 0.17.
+"""
+
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Key(NamedTuple):
+    """What a cast draws from: two key words, uint32[2], and the global index of the tensor's first token row, uint32."""
+
+    words: jax.Array
+    row_offset: jax.Array | int = 0
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """Return a bijective avalanche hash of uint32 words."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def as_key(key) -> Key:
+    """Return `key` as a `Key`; takes a Key, a jax.random key (typed or raw), or any uint32[2] array."""
+    if isinstance(key, Key):
+        return key
+    key = jnp.asarray(key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if key.shape != (2,) or key.dtype != jnp.uint32:
+        raise ValueError(f"a key is a jax.random key or a uint32[2] array, got {key.dtype}{list(key.shape)}")
+    return fold_in(Key(key, jnp.uint32(0)), 0)  # neighbouring raw keys such as PRNGKey(0) and PRNGKey(1) differ in one bit
+
+
+def fold_in(key: Key, *words: jax.Array | int) -> Key:
+    """Return a new key that depends on every word (int32 or uint32 scalars, in order)."""
+    k0, k1 = key.words[0], key.words[1]
+    for word in words:
+        w = jnp.asarray(word).astype(jnp.uint32)
+        k0, k1 = mix(k0 ^ mix(w + jnp.uint32(0x9E3779B9))), mix(k1 + mix(w ^ jnp.uint32(0x85EBCA6B)) + k0)
+    return Key(jnp.stack([k0, k1]), key.row_offset)
+
+
+def step_key(seed: int, step: jax.Array | int) -> Key:
+    """Return the key of one optimizer step; seed: 0 ≤ seed < 2^64."""
+    words = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    return fold_in(Key(words, jnp.uint32(0)), step)
+
+
+def path_word(path: str) -> int:
+    """Return the 32-bit word that stands for a module path."""
+    return zlib.crc32(path.encode())
+
+
+def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """Return uint32 words of `shape`; the last axis is the column, all axes before it are the row (row-major)."""
+    rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + jnp.asarray(key.row_offset).astype(jnp.uint32)
+    cols = jnp.arange(shape[-1], dtype=jnp.uint32)
+    row_words = mix(rows ^ key.words[0]).reshape(*shape[:-1], 1)
+    col_words = mix(cols ^ key.words[1]).reshape(*(1,) * (len(shape) - 1), -1)
+    return mix(row_words ^ col_words)
+
+
+def random_signs(key: Key, size: int) -> jax.Array:
+    """Return a ±1 vector, float32[size]."""
+    top = random_bits(key._replace(row_offset=0), (1, size))[0] >> 31
+    return 1.0 - 2.0 * top.astype(jnp.float32)

@@ -1,0 +1,202 @@
+"""The typed recipe: what every operand of the three GEMMs of a linear layer goes through. Frozen data, no jax.
+
+    fprop  y_MN  = x_MK · w_KN      lhs = x,  rhs = w,   contraction K (input features)
+    dgrad  dx_MK = dy_MN · w_KNᵀ    lhs = dy, rhs = w,   contraction N (output features)
+    wgrad  dw_KN = x_MKᵀ · dy_MN    lhs = x,  rhs = dy,  contraction M (tokens)
+
+Blocks, scales and rotation run along the contraction axis. The rotation belongs to the GEMM, so both operands always share
+it together with its signs: an unpaired rotation cannot be written. A field left at None takes its format's default.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp4jax import formats
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+SIGNS = ("deterministic", "fixed", "redrawn")
+
+
+def _choose(owner: str, field: str, value: Any, allowed: tuple) -> Any:
+    """Return `value`, or the first allowed one where it is None; raise ValueError when it is not allowed."""
+    if value is None:
+        return allowed[0]
+    if isinstance(value, str):
+        value = value.lower()
+    if value not in allowed or type(value) is not type(allowed[0]):
+        raise ValueError(f"{field}={value!r} does not apply to {owner}: choose from {list(allowed)}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandSpec:
+    """One operand: element and scale format, elements per scale, scale rule, rounding.
+
+    format: a key of `formats.FORMATS`. block: elements along the contraction axis that share one scale, 0 = whole tensor.
+    scale_rule: "floor", "even", "ceil" (MXFP4, see `rounding.mx_scale_byte`) or "amax" (FP8). rounding: "rne" (round to
+    nearest, ties to even) or "sr" (stochastic). Raises ValueError for any value that does not apply to the format.
+    """
+
+    format: str = "none"
+    block: int | None = None
+    scale_rule: str | None = None
+    rounding: str | None = None
+
+    def __post_init__(self):
+        if self.format not in formats.FORMATS:
+            raise ValueError(f"unknown format={self.format!r}: choose from {list(formats.FORMATS)}")
+        fmt = formats.FORMATS[self.format]
+        for field, allowed in (("block", fmt.blocks), ("scale_rule", fmt.scale_rules), ("rounding", fmt.roundings)):
+            object.__setattr__(self, field, _choose(f"format {self.format!r}", field, getattr(self, field), allowed))
+
+    @property
+    def element(self) -> formats.ElementFormat | None:
+        return formats.FORMATS[self.format].element
+
+    def __str__(self) -> str:
+        if self.element is None:
+            return self.format
+        block = f"1x{self.block}" if self.block else "tensor"
+        return f"{self.format}.{block}.{self.scale_rule}.{self.rounding}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Block Hadamard rotation of both operands along the contraction axis; size 0 means none.
+
+    size: a power of two. signs: "deterministic" (H), "fixed" (H·D with one ±1 diagonal D for the whole model) or "redrawn"
+    (D drawn anew at every optimizer step).
+    """
+
+    size: int = 0
+    signs: str | None = None
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size < 0 or self.size == 1 or self.size & (self.size - 1):
+            raise ValueError(f"rotation size={self.size!r} must be 0 (none) or a power of two from 2 on")
+        allowed = SIGNS if self.size else ("none",)
+        object.__setattr__(self, "signs", _choose(f"rotation size {self.size}", "signs", self.signs, allowed))
+
+    def __str__(self) -> str:
+        return f"H{self.size}{self.signs[0]}" if self.size else "-"  # pyright: ignore[reportOptionalSubscript]
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSpec:
+    """One GEMM: its two operands, their common rotation, and whether a ragged contraction is zero-padded or refused."""
+
+    lhs: OperandSpec = OperandSpec()
+    rhs: OperandSpec = OperandSpec()
+    rotation: Rotation = Rotation()
+    pad: bool = False
+
+    def __post_init__(self):
+        if type(self.pad) is not bool:
+            raise ValueError(f"pad={self.pad!r} must be True or False")
+        quantized = [s for s in (self.lhs, self.rhs) if s.element is not None]
+        if self.rotation.size and not quantized:
+            raise ValueError(f"rotation {self.rotation} does not apply to a GEMM without a quantized operand")
+        if self.pad and self.multiple == 1:
+            raise ValueError("pad=True does not apply to a GEMM without blocks and without a rotation")
+
+    @property
+    def multiple(self) -> int:
+        """The contraction length must be a multiple of this: both operands' blocks and the rotation (powers of two)."""
+        return max(self.lhs.block or 1, self.rhs.block or 1, self.rotation.size or 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both operands are left untouched, in the model's own compute dtype."""
+        return self.lhs.format == self.rhs.format == "none"
+
+    def __str__(self) -> str:
+        return f"{self.lhs} × {self.rhs} {self.rotation}" + (" pad" if self.pad else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The numerics of a linear layer: one `GemmSpec` for each of its three GEMMs."""
+
+    fprop: GemmSpec = GemmSpec()
+    dgrad: GemmSpec = GemmSpec()
+    wgrad: GemmSpec = GemmSpec()
+
+    @property
+    def is_plain(self) -> bool:
+        return all(getattr(self, g).is_plain for g in GEMMS)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether any cast draws random bits (stochastic rounding or redrawn signs)."""
+        specs = [getattr(self, g) for g in GEMMS]
+        return any("sr" in (s.lhs.rounding, s.rhs.rounding) or s.rotation.signs == "redrawn" for s in specs)
+
+    def digest(self) -> str:
+        """Return 12 hex digits that identify the content of the recipe."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{g}: {getattr(self, g)}" for g in GEMMS)
+
+
+def leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf as (dotted path, value), for instance ("fprop.lhs.rounding", "rne")."""
+
+    def walk(prefix: str, node: Mapping[str, Any]):
+        for name, value in node.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(value, Mapping):
+                yield from walk(path, value)
+            else:
+                yield path, value
+
+    return walk("", recipe.to_dict())
+
+
+def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with leaves replaced, `changes` mapping dotted paths to values.
+
+    A change of `format` resets the operand's other fields to the new format's defaults, a change of rotation `size`
+    resets the signs, unless they are changed too. Raises ValueError for an unknown path or a value that does not apply.
+    """
+    tree = recipe.to_dict()
+    for path, value in changes.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for name in parents:
+            node = node[name] if isinstance(node, dict) and name in node else None
+        if not isinstance(node, dict) or leaf not in node or isinstance(node[leaf], dict):
+            raise ValueError(f"unknown recipe leaf {path!r}: choose from {[p for p, _ in leaves(recipe)]}")
+        for other in {"format": ("block", "scale_rule", "rounding"), "size": ("signs",)}.get(leaf, ()):
+            if node[leaf] != value and ".".join([*parents, other]) not in changes:
+                node[other] = None
+        node[leaf] = value
+    return from_dict(tree)
+
+
+def from_dict(tree: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that `to_dict` wrote; unknown or missing keys raise TypeError or ValueError."""
+
+    def gemm(node: Mapping[str, Any]) -> GemmSpec:
+        return GemmSpec(
+            **{
+                **node,
+                "lhs": OperandSpec(**node["lhs"]),
+                "rhs": OperandSpec(**node["rhs"]),
+                "rotation": Rotation(**node["rotation"]),
+            }
+        )
+
+    return Recipe(**{name: gemm(node) for name, node in tree.items()})
+
+
+def round_to_nearest(recipe: Recipe) -> Recipe:
+    """Return the recipe with every stochastic rounding replaced by RNE, as evaluation uses it."""
+    return override(recipe, {path: "rne" for path, value in leaves(recipe) if value == "sr"})

@@ -1,0 +1,108 @@
+"""Exact arithmetic of the casts: float32 bit patterns, scale rules, rounding to an element grid. Plain jnp.
+
+Everything works on exponent bits: `floor(log2(x))` and `exp2(k)` are not exact on every backend, bit patterns are. XLA on
+CPU flushes subnormals and GPUs do not; so that both agree, a float32 with exponent field 0 counts as a zero of its sign.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp4jax import formats
+
+SCALE_RULES = ("floor", "even", "ceil")
+NAN_BYTE = 255
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """Return the bit patterns of a float32 array as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def from_bits(b: jax.Array) -> jax.Array:
+    """Return the float32 array with the bit patterns `b` (int32)."""
+    return lax.bitcast_convert_type(b, jnp.float32)
+
+
+def power_of_two(exponent_field: jax.Array) -> jax.Array:
+    """Return 2^(exponent_field - 127) as float32 for 1 ≤ exponent_field ≤ 254."""
+    return from_bits(exponent_field << 23)
+
+
+def flush(x: jax.Array) -> jax.Array:
+    """Return float32 `x` with subnormals replaced by a zero of the same sign."""
+    b = to_bits(x)
+    return from_bits(jnp.where(b & 0x7F800000 == 0, b & jnp.int32(-(2**31)), b))
+
+
+def mx_scale_byte(amax: jax.Array, rule: str) -> jax.Array:
+    """Return the E8M0 byte (int32) of blocks with maximum magnitude `amax` (float32, ≥ 0); scale = 2^(byte - 127).
+
+    With amax = m·2^k, 1 ≤ m < 2 (largest E2M1 exponent: 2):
+        floor  2^(k-2)                                  amax/scale in [4, 8)    clips above 6   OCP MX v1.0, section 6.3
+        even   2^(k-2) if m < 1.75 else 2^(k-1)         amax/scale in [3.5, 7)  clips above 6   AMD Transformer Engine, Quark
+        ceil   2^(k-2) if m ≤ 1.5 else 2^(k-1)          amax/scale in (3, 6]    never clips     2506.08027 (amax ≤ 6·scale)
+    Clamped to 1…254. amax zero or subnormal → 127 (scale 1). amax Inf or NaN → 255.
+    """
+    # Adding just enough to the bits carries into the exponent field exactly when the mantissa is at the rule's threshold.
+    carry = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}[rule]
+    bits = to_bits(amax)
+    byte = jnp.clip(((bits + carry) >> 23) - 2, 1, 254)
+    byte = jnp.where(bits < 0x00800000, formats.E8M0_BIAS, byte)
+    return jnp.where(bits >= 0x7F800000, NAN_BYTE, byte)
+
+
+def per_tensor_scale(amax: jax.Array, element: formats.ElementFormat) -> jax.Array:
+    """Return the FP32 scale amax / element.max of a whole tensor (float32, same shape as amax).
+
+    amax zero or subnormal → 1. A quotient below 2^-126 becomes 2^-126. amax Inf or NaN → NaN.
+    """
+    # A constant divisor would become a multiplication by its reciprocal under jit: one ulp away from the eager quotient.
+    divisor = lax.optimization_barrier(jnp.full_like(amax, element.max))
+    scale = jnp.maximum(amax / divisor, jnp.float32(2.0**-126))
+    scale = jnp.where(to_bits(amax) < 0x00800000, 1.0, scale)
+    return jnp.where(to_bits(amax) >= 0x7F800000, jnp.nan, scale)
+
+
+def round_to_grid(x: jax.Array, element: formats.ElementFormat, random: jax.Array | None = None) -> jax.Array:
+    """Round float32 `x` to the values of `element`, saturating at ±element.max; keeps the sign of zero.
+
+    random=None rounds to nearest, ties to even. Otherwise `random` holds uint32 words and the magnitude is rounded up with
+    probability ⌊f·2^24⌋ / 2^24, f being its distance from the lower neighbour in grid steps: unbiased to 2^-24 of a step
+    wherever nothing saturates, and a value on the grid never moves. Only the upper 24 bits of a word are used.
+    """
+    magnitude = jnp.abs(x)
+    exponent = jnp.maximum(to_bits(magnitude) >> 23, 127 + element.min_exponent)
+    step_field = exponent - element.mantissa_bits  # the grid step 2^(exponent - mantissa_bits) around |x|
+    steps = magnitude * power_of_two(254 - step_field)  # exact, 0 ≤ steps < 2^(mantissa_bits + 1)
+    if random is None:
+        rounded = jnp.round(steps)
+    else:
+        lower = jnp.floor(steps)
+        threshold = (random >> 8).astype(jnp.float32) + 1.0  # 1 … 2^24, exact
+        rounded = lower + (threshold <= (steps - lower) * 2.0**24).astype(jnp.float32)
+    return jnp.copysign(jnp.minimum(rounded * power_of_two(step_field), element.max), x)
+
+
+def encode(x: jax.Array, element: formats.ElementFormat) -> jax.Array:
+    """Return the codes (uint8) of float32 values on the grid of `element`: sign, exponent field, mantissa."""
+    magnitude = jnp.abs(x)
+    shift = 23 - element.mantissa_bits
+    smallest_normal = 2.0**element.min_exponent
+    normal = (to_bits(magnitude) >> shift) - ((126 + element.min_exponent) << element.mantissa_bits)
+    subnormal = (magnitude * (2.0**element.mantissa_bits / smallest_normal)).astype(jnp.int32)
+    code = jnp.where(magnitude < smallest_normal, subnormal, normal)
+    sign = (to_bits(x) < 0).astype(jnp.int32) << (element.bits - 1)
+    return (code | sign).astype(jnp.uint8)
+
+
+def decode(codes: jax.Array, element: formats.ElementFormat) -> jax.Array:
+    """Return the float32 values of `codes` (uint8), inverse of `encode`. FP8 NaN and Inf codes are not interpreted."""
+    code = codes.astype(jnp.int32)
+    magnitude_code = code & ((1 << (element.bits - 1)) - 1)
+    shift = 23 - element.mantissa_bits
+    smallest_normal = 2.0**element.min_exponent
+    normal = from_bits((magnitude_code + ((126 + element.min_exponent) << element.mantissa_bits)) << shift)
+    subnormal = magnitude_code.astype(jnp.float32) * (smallest_normal / 2.0**element.mantissa_bits)
+    magnitude = jnp.where(magnitude_code < 1 << element.mantissa_bits, subnormal, normal)
+    return jnp.where(code >> (element.bits - 1) == 1, -magnitude, magnitude)

@@ -1,0 +1,370 @@
+"""Llama 3.1 in Flax Linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+
+The model knows nothing of FP4. It is quantized from outside by `linear_dot(path, layer, key)`, which returns the
+`dot_general` of one linear layer: `path` is one of `LINEAR_PATHS`, `layer` the layer index (a traced int32 scalar when
+scanned, a Python int when unrolled, None for the head), `key` whatever the caller passed to the model. Scanned layers
+share one traced program, so random bits must come from these three values. `linear_dot=None` is plain `nn.Dense`.
+
+Parameters are float32; activations are `config.dtype`; norms, rotary angles, softmax, logits and losses are float32.
+Shapes: B batch, T time, D d_model, V vocabulary, N query heads, K key/value heads, G = N/K, H head size, R = H/2
+rotated pairs, F d_ff, S and C query and key positions within one attention block.
+
+Not supported: a key/value cache, padding or document masks, dropout, biases.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+LinearDot = Callable[[str, Any, Any], Callable[..., jax.Array]]
+Constrain = Callable[[str, jax.Array], jax.Array]
+Rope = tuple[jax.Array, jax.Array]
+
+LINEAR_PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down", "lm_head")
+_CHOICES = {
+    "rope_scaling": ("none", "llama3.1"),
+    "remat": ("none", "full", "dots"),
+    "attention": ("dot_product", "blockwise"),
+    "dtype": ("float32", "bfloat16"),
+}
+_MAY_BE_ZERO = ("head_dim", "attention_block", "loss_chunk")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape and execution of a Llama; wrong values raise ValueError at construction."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int
+    head_dim: int = 0  # 0: d_model // n_heads; read it through `head_size`
+    max_seq_len: int = 8192  # the model itself accepts any length; callers check against this
+    rope_theta: float = 500000.0
+    rope_scaling: str = "none"
+    rope_factor: float = 8.0  # this and the next three: the published Llama 3.1 values
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_len: int = 8192
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    tie_embeddings: bool = False
+    scan_layers: bool = True
+    remat: str = "none"
+    attention: str = "dot_product"
+    attention_block: int = 0  # positions per block of "blockwise", a divisor of T; 0 with "dot_product"
+    dtype: str = "float32"
+    loss_chunk: int = 0  # positions per chunk of `token_losses`, a divisor of T; 0: the whole sequence at once
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            name, value = field.name, self.__dict__[field.name]
+            allowed = (int, float) if field.type is float else (field.type,)
+            if type(value) not in allowed:  # not isinstance: True is no size
+                raise ValueError(f"{name}={value!r} is not {field.type}")
+            if name in _CHOICES and value not in _CHOICES[name]:
+                raise ValueError(f"{name}={value!r} is not one of {_CHOICES[name]}")
+            if field.type in (int, float) and not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
+                raise ValueError(f"{name}={value!r} is not a positive finite number")
+        if self.head_dim == 0 and self.d_model % self.n_heads:
+            raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}; set head_dim")
+        if self.head_size % 2:
+            raise ValueError(f"head size {self.head_size} is odd; rotary positions rotate pairs")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(f"{self.rope_low_freq_factor=} is not below {self.rope_high_freq_factor=}")
+        if (self.attention == "blockwise") != (self.attention_block > 0):
+            raise ValueError(f"attention={self.attention!r} does not go with attention_block={self.attention_block}")
+
+
+def num_params(config: LlamaConfig) -> int:
+    """Count the parameters exactly, embedding and head included."""
+    c, head = config, config.head_size
+    attention = 2 * c.d_model * head * (c.n_heads + c.n_kv_heads)
+    layer = attention + 3 * c.d_model * c.d_ff + 2 * c.d_model
+    return c.n_layers * layer + c.d_model + c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2)
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Return the rotation per position of each pair, in radians, [R] float64: θ^(−r/R), stretched as in Llama 3.1.
+
+    "llama3.1" divides frequencies that turn at most `low_freq_factor` times within the original context by `factor`,
+    keeps those that turn at least `high_freq_factor` times, and interpolates linearly in the number of turns between.
+    """
+    c, pairs = config, config.head_size // 2
+    freq_R = float(c.rope_theta) ** (-np.arange(pairs) / pairs)
+    if c.rope_scaling == "none":
+        return freq_R
+    turns_R = c.rope_original_len * freq_R / (2 * np.pi)
+    kept_R = (turns_R - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)
+    kept_R = np.clip(kept_R, 0.0, 1.0)
+    return freq_R * (kept_R + (1.0 - kept_R) / c.rope_factor)
+
+
+def rope_tables(config: LlamaConfig, length: int) -> Rope:
+    """Return cos_TR and sin_TR, float32, for positions 0 … length − 1."""
+    position_T = jnp.arange(length, dtype=jnp.float32)
+    angle_TR = jnp.outer(position_T, jnp.asarray(rope_frequencies(config), jnp.float32))
+    return jnp.cos(angle_TR), jnp.sin(angle_TR)
+
+
+def rotate(x_BTNH: jax.Array, rope: Rope) -> jax.Array:
+    """Rotate the pairs (x[r], x[r + R]) by their angles in float32 (split-half, the Hugging Face convention)."""
+    cos, sin = (table_TR[None, :, None, :] for table_TR in rope)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)
+
+
+def blockwise_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, block: int) -> jax.Array:
+    """Compute causal softmax(q kᵀ / √H) v in O(T · block) memory, in the backward pass too.
+
+    Each query block visits the key blocks up to its own with an online softmax, and is recomputed in the backward pass.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    if T % block:
+        raise ValueError(f"{T=} is not a multiple of attention_block={block}")
+    index, causal_SC = jnp.arange(T // block), jnp.tril(jnp.ones((block, block), bool))
+
+    def split(x):  # B T … -> T/block B block …
+        return jnp.moveaxis(x.reshape(B, T // block, block, *x.shape[2:]), 1, 0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def attend_to_past(args):
+        row, q_BSKGH = args
+
+        def visit(carry, key_block):
+            column, k_BCKH, v_BCKH = key_block
+            operands = (carry, q_BSKGH, k_BCKH, v_BCKH, causal_SC | (column < row))
+            return lax.cond(column <= row, _attend, lambda carry, *_: carry, *operands), None
+
+        zeros = jnp.zeros(q_BSKGH.shape, jnp.float32)
+        start = (zeros, zeros[..., 0], jnp.full_like(zeros[..., 0], -jnp.inf))
+        (sum_BSKGH, total_BSKG, _), _ = lax.scan(visit, start, (index, split(k_BTKH), split(v_BTKH)))
+        return sum_BSKGH / total_BSKG[..., None]
+
+    out = lax.map(attend_to_past, (index, split(q_BTNH.reshape(B, T, K, N // K, H))))
+    return jnp.moveaxis(out, 0, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _attend(carry, q_BSKGH, k_BCKH, v_BCKH, visible_SC):
+    """Add one key block to the weighted sum of values, the total weight and the top score of one query block."""
+    sum_BSKGH, total_BSKG, top_BSKG = carry
+    scores = jnp.einsum("BSKGH,BCKH->BSKGC", q_BSKGH, k_BCKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible_SC[None, :, None, None, :], scores * q_BSKGH.shape[-1] ** -0.5, -jnp.inf)
+    # Finite from the first block on, since all see key 0. The shift cancels in the result, so it carries no gradient.
+    new_top_BSKG = lax.stop_gradient(jnp.maximum(top_BSKG, scores.max(axis=-1)))
+    shrink_BSKG = jnp.exp(top_BSKG - new_top_BSKG)
+    weights = jnp.exp(scores - new_top_BSKG[..., None])
+    values = weights.astype(v_BCKH.dtype), v_BCKH
+    update = jnp.einsum("BSKGC,BCKH->BSKGH", *values, preferred_element_type=jnp.float32)
+    total_BSKG = total_BSKG * shrink_BSKG + weights.sum(axis=-1)
+    return sum_BSKGH * shrink_BSKG[..., None] + update, total_BSKG, new_top_BSKG
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Return −log softmax(logits)[target] per token, in nats; NaN where the target is ≥ V."""
+    target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_logits_BT
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · scale over the last axis, computed in float32."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        scale_D = self.param("scale", nn.initializers.ones, (self.config.d_model,), jnp.float32)
+        x = x_BTD.astype(jnp.float32)
+        x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps)
+        return (x * scale_D[None, None, :]).astype(x_BTD.dtype)
+
+
+def _dense(module: "Attention | MLP", path: str, features: int, layer: Any, key: Any) -> nn.Dense:
+    """Build the linear layer at `path`, named by its last part; Dense calls `dot_general_cls()` for its dot."""
+    return nn.Dense(
+        features,
+        use_bias=False,
+        dtype=module.config.compute_dtype,
+        param_dtype=jnp.float32,
+        kernel_init=nn.initializers.normal(module.config.init_std),
+        dot_general_cls=module.linear_dot and functools.partial(module.linear_dot, path, layer, key),
+        name=path.split("/")[-1],
+    )
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: each key/value head serves N/K consecutive query heads."""
+
+    config: LlamaConfig
+    linear_dot: LinearDot | None = None
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, layer: Any, key: Any, rope: Rope) -> jax.Array:
+        c = self.config
+
+        def heads(path, count):
+            y = _dense(self, path, count * c.head_size, layer, key)(x_BTD)
+            return y.reshape(*y.shape[:-1], count, c.head_size)
+
+        q_BTNH = rotate(heads("attn/q", c.n_heads), rope)
+        k_BTKH = rotate(heads("attn/k", c.n_kv_heads), rope)
+        v_BTKH = heads("attn/v", c.n_kv_heads)
+        if c.attention == "blockwise":
+            out_BTNH = blockwise_attention(q_BTNH, k_BTKH, v_BTKH, block=c.attention_block)
+        else:
+            out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        out = out_BTNH.reshape(*x_BTD.shape[:-1], c.n_heads * c.head_size)
+        return _dense(self, "attn/o", c.d_model, layer, key)(out)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    config: LlamaConfig
+    linear_dot: LinearDot | None = None
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, layer: Any, key: Any) -> jax.Array:
+        gate_BTF = _dense(self, "mlp/gate", self.config.d_ff, layer, key)(x_BTD)
+        up_BTF = _dense(self, "mlp/up", self.config.d_ff, layer, key)(x_BTD)
+        return _dense(self, "mlp/down", self.config.d_model, layer, key)(nn.silu(gate_BTF) * up_BTF)
+
+
+class Block(nn.Module):
+    """x + attn(norm(x)), then x + mlp(norm(x)); returns (x, None), the shape of a scan step."""
+
+    config: LlamaConfig
+    linear_dot: LinearDot | None = None
+    constrain: Constrain | None = None
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, layer: Any, key: Any, rope: Rope) -> tuple[jax.Array, None]:
+        c = self.config
+        normed_BTD = RMSNorm(c, name="attn_norm")(x_BTD)
+        x_BTD = x_BTD + Attention(c, self.linear_dot, name="attn")(normed_BTD, layer, key, rope)
+        normed_BTD = RMSNorm(c, name="mlp_norm")(x_BTD)
+        x_BTD = x_BTD + MLP(c, self.linear_dot, name="mlp")(normed_BTD, layer, key)
+        return _constrain(self.constrain, "x_BTD", x_BTD), None
+
+
+class LMHead(nn.Module):
+    """x · kernel in the compute dtype, returned as float32; when tied, the kernel is the embedding transposed."""
+
+    config: LlamaConfig
+    linear_dot: LinearDot | None = None
+    constrain: Constrain | None = None
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, embedding_VD: jax.Array, key: Any) -> jax.Array:
+        c = self.config
+        if c.tie_embeddings:
+            kernel_DV = embedding_VD.T
+        else:
+            init = nn.initializers.normal(c.init_std)
+            kernel_DV = self.param("kernel", init, (c.d_model, c.vocab_size), jnp.float32)
+        dot = lax.dot_general if self.linear_dot is None else self.linear_dot("lm_head", None, key)
+        logits_BTV = dot(x_BTD, kernel_DV.astype(x_BTD.dtype), (((2,), (0,)), ((), ())), precision=None)
+        return _constrain(self.constrain, "logits_BTV", logits_BTV.astype(jnp.float32))
+
+
+class Llama(nn.Module):
+    """The language model: tokens to logits, or to per-token losses through `method="token_losses"`.
+
+    `constrain(name, x)`, if given, wraps the activations "x_BTD" (the embedding's and every block's output) and
+    "logits_BTV"; it is where a caller puts `with_sharding_constraint`.
+    """
+
+    config: LlamaConfig
+    linear_dot: LinearDot | None = None
+    constrain: Constrain | None = None
+
+    def setup(self):
+        c = self.config
+        # Looked up in float32 and cast afterwards: in bfloat16 a frequent token's gradient would be summed in bfloat16.
+        init = nn.initializers.normal(c.init_std)
+        self.embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init)
+        block, hooks = _remat_block(c), (self.linear_dot, self.constrain)
+        if c.scan_layers:
+            axes: Any = (0, nn.broadcast, nn.broadcast)  # layer, key, rope
+            block = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=axes)
+            self.layers: Any = block(c, *hooks)
+        else:
+            self.layers = [block(c, *hooks) for _ in range(c.n_layers)]
+        self.final_norm = RMSNorm(c)
+        self.lm_head = LMHead(c, *hooks)
+
+    def __call__(self, tokens_BT: jax.Array, key: Any = None) -> jax.Array:
+        """Return float32 logits_BTV; a token ≥ V gives NaN. `key` is handed to `linear_dot` untouched."""
+        return self.lm_head(self._hidden(tokens_BT, key), self.embed.embedding, key)
+
+    def token_losses(self, tokens_BT: jax.Array, targets_BT: jax.Array, key: Any = None) -> jax.Array:
+        """Return the float32 negative log likelihood of each target, nll_BT, in nats.
+
+        With `loss_chunk`, neither pass holds more than loss_chunk positions of logits. The head's dot is then the same
+        program for every chunk and is not told which one it sees.
+        """
+        x_BTD, embedding_VD = self._hidden(tokens_BT, key), self.embed.embedding
+        (B, T), chunk = tokens_BT.shape, self.config.loss_chunk or tokens_BT.shape[1]
+        if T % chunk:
+            raise ValueError(f"{T=} is not a multiple of loss_chunk={chunk}")
+
+        def chunk_losses(lm_head, carry, x_BCD, targets_BC):
+            return carry, cross_entropy(lm_head(x_BCD, embedding_VD, key), targets_BC)
+
+        if chunk == T:
+            return chunk_losses(self.lm_head, None, x_BTD, targets_BT)[1]
+        scan = nn.scan(
+            nn.remat(chunk_losses, prevent_cse=False),
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            in_axes=1,
+            out_axes=1,
+        )
+        chunks = (x_BTD.reshape(B, T // chunk, chunk, -1), targets_BT.reshape(B, T // chunk, chunk))
+        return scan(self.lm_head, None, *chunks)[1].reshape(B, T)
+
+    def _hidden(self, tokens_BT: jax.Array, key: Any) -> jax.Array:
+        c = self.config
+        rope = rope_tables(c, tokens_BT.shape[1])
+        x_BTD = _constrain(self.constrain, "x_BTD", self.embed(tokens_BT).astype(c.compute_dtype))
+        if c.scan_layers:
+            x_BTD, _ = self.layers(x_BTD, jnp.arange(c.n_layers, dtype=jnp.int32), key, rope)
+        else:
+            for i, block in enumerate(self.layers):
+                x_BTD, _ = block(x_BTD, i, key, rope)
+        return self.final_norm(x_BTD)
+
+
+def _remat_block(config: LlamaConfig) -> Any:
+    """Wrap Block in the rematerialisation policy; unrolled, `layer` (argument 2, after self) stays a Python int."""
+    if config.remat == "none":
+        return Block
+    policy = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[config.remat]
+    static = () if config.scan_layers else (2,)
+    return nn.remat(Block, prevent_cse=not config.scan_layers, policy=policy, static_argnums=static)
+
+
+def _constrain(constrain: Constrain | None, name: str, x: jax.Array) -> jax.Array:
+    return x if constrain is None else constrain(name, x)
