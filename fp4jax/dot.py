@@ -60,18 +60,13 @@ def quantized_dot_general(
         raise ValueError("the recipe draws random bits (stochastic rounding or redrawn signs): pass key=")
     key = None if key is None else bits.as_key(key)
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    check_gemms(recipe, contraction_lengths(lhs, rhs, dimension_numbers))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
-
-    def size(x, axes):
-        return math.prod(x.shape[a] for a in axes)
-
+    lhs_free, rhs_free = _free_axes(lhs, rhs, dimension_numbers)
     batch = tuple(lhs.shape[a] for a in lhs_batch)
-    m, k, n = size(lhs, lhs_free), size(lhs, lhs_contract), size(rhs, rhs_free)
-    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, m, k)
-    w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, n)
-    check_gemms(recipe, m, k, n)
+    k = _size(lhs, lhs_contract)
+    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, _size(lhs, lhs_free), k)
+    w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
     dot = functools.partial(_dot_2d, recipe=recipe, precision=precision, out_dtype=jnp.dtype(out_dtype))
     for _ in batch:
         dot = jax.vmap(dot, in_axes=(0, 0, None))
@@ -79,13 +74,31 @@ def quantized_dot_general(
     return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
 
 
-def check_gemms(recipe: Recipe, m: int, k: int, n: int) -> None:
-    """Raise ValueError when a contraction length of one of the GEMMs does not divide and the GEMM does not pad."""
-    for gemm, letter, length in zip(GEMMS, "KNM", (k, n, m), strict=True):
+def _free_axes(lhs, rhs, dimension_numbers) -> tuple[list[int], list[int]]:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
+    return lhs_free, rhs_free
+
+
+def _size(x, axes) -> int:
+    return math.prod(x.shape[a] for a in axes)
+
+
+def contraction_lengths(lhs, rhs, dimension_numbers) -> dict[str, int]:
+    """Return the contraction length of each GEMM: K for fprop, N for dgrad, M for wgrad."""
+    lhs_free, rhs_free = _free_axes(lhs, rhs, dimension_numbers)
+    k = _size(lhs, dimension_numbers[0][0])
+    return {"fprop": k, "dgrad": _size(rhs, rhs_free), "wgrad": _size(lhs, lhs_free)}
+
+
+def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
+    """Raise ValueError when the contraction length of one of the GEMMs does not divide and the GEMM does not pad."""
+    for gemm, length in lengths.items():
         spec: GemmSpec = getattr(recipe, gemm)
         if length % spec.multiple and not spec.pad:
             raise ValueError(
-                f"{gemm}: contraction length {letter}={length} is not a multiple of {spec.multiple} "
+                f"{gemm}: contraction length {length} is not a multiple of {spec.multiple} "
                 f"({spec}); set {gemm}.pad=True to pad it with zeros"
             )
 
@@ -130,7 +143,7 @@ def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, precision, out_dtype):
         if spec.rotation.size:
             operand = rotation.hadamard(operand, spec.rotation.size, axis, signs)
         operand_key = None
-        if operand_spec.rounding == "sr":
+        if operand_spec.rounding == "sr" and gemm_key is not None:
             operand_key = bits.fold_in(gemm_key, index)
             if OPERANDS[gemm][index] not in TOKEN_OPERANDS:
                 operand_key = operand_key._replace(row_offset=0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from fp4jax import formats
 
-GEMMS = ("fprop", "dgrad", "wgrad")
+GEMMS: tuple[str, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
 SIGNS = ("deterministic", "fixed", "redrawn")
 

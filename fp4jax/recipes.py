@@ -42,9 +42,7 @@ _H16_WGRAD = dataclasses.replace(_mxfp4(*_ALL), wgrad=GemmSpec(_M, _M, Rotation(
 
 ENTRIES = {
     "none": Entry(Recipe(), "the model's own compute dtype, untouched", "plain nn.Dense"),
-    "bf16": Entry(
-        Recipe(*[GemmSpec(_BF16, _BF16)] * 3), "operands rounded to bfloat16, FP32 accumulation", "mixed precision"
-    ),
+    "bf16": Entry(Recipe(*[GemmSpec(_BF16, _BF16)] * 3), "operands rounded to bfloat16, FP32 accumulation", "mixed precision"),
     "fp8_current": Entry(_FP8, "per-tensor FP8, current scaling, E4M3 forward, E5M2 gradients", "Transformer Engine"),
     "mxfp4_fprop": Entry(_mxfp4(*_F), "MXFP4 fprop, the rest FP8", f"{STUDY}, rung 1"),
     "mxfp4_fprop_dgrad": Entry(_mxfp4(*_FD), "MXFP4 fprop and dgrad, wgrad FP8", f"{STUDY}, rung 2"),
@@ -57,14 +55,14 @@ ENTRIES = {
     "mxfp4_fprop_dgrad_rht16": Entry(_mxfp4(*_FD, rotation=_RHT16), "rung 2 with random-sign H16", STUDY),
     "mxfp4_rht16": Entry(_mxfp4(*_ALL, rotation=_RHT16), "rung 3, random-sign H16, signs redrawn every step", STUDY),
     "mxfp4_rht16_fixed": Entry(
-        _mxfp4(*_ALL, rotation=_RHT16_FIXED), "rung 3 with random-sign H16, one fixed sign vector", f"variant of {STUDY}"
+        _mxfp4(*_ALL, rotation=_RHT16_FIXED),
+        "rung 3 with random-sign H16, one fixed sign vector",
+        f"variant of {STUDY}",
     ),
     "mxfp4_h16": Entry(
         _mxfp4(*_ALL, rotation=Rotation(16)), "rung 3 with deterministic H16 on all six operands", f"{STUDY}, main row"
     ),
-    "mxfp4_h32": Entry(
-        _mxfp4(*_ALL, rotation=Rotation(32)), "rung 3 with deterministic H32 on all six operands", STUDY
-    ),
+    "mxfp4_h32": Entry(_mxfp4(*_ALL, rotation=Rotation(32)), "rung 3 with deterministic H32 on all six operands", STUDY),
     "mxfp4_h16_wgrad": Entry(
         _H16_WGRAD, "rung 3 with deterministic H16 on the two wgrad operands only", "scope of Primus-Turbo, jax-aiter"
     ),

@@ -4,7 +4,6 @@ The rotation of both operands of a GEMM along the contraction cancels inside the
 diagonal D, (x·D·H)·(H·D·w) = x·w.
 """
 
-import functools
 import math
 
 import jax
@@ -33,31 +32,52 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
     """Rotate blocks of `size` along `axis` by the normalised Hadamard matrix: block → H·D·block / √size, in float32.
 
     x: any shape with x.shape[axis] a multiple of size, any float dtype; returns float32 of the same shape, not rounded to
-    x's dtype. signs: the diagonal of D, ±1, shape [size]; None means D = 1. The sum over a block is taken with entries ±1
-    in the order of the elements, then multiplied once by float32(1/√size). Raises ValueError when `size` is not a power of
-    two or does not divide the axis.
+    x's dtype. signs: the diagonal of D, ±1, shape [size]; None means D = 1. Signed elements are summed pairwise,
+    neighbours first, then multiplied once by float32(1/√size): the same bits along any axis, eagerly, jitted or sharded.
+    Raises ValueError when `size` is not a power of two or does not divide the axis.
     """
     axis = axis % x.ndim
     length = x.shape[axis]
     matrix = hadamard_matrix(size)
     if length % size:
         raise ValueError(f"Hadamard {size=} does not divide axis {axis} of length {length}")
+    x = x.astype(jnp.float32)
     if signs is not None:
-        matrix = matrix * signs[None, :]
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:axis], length // size, 1, size, *x.shape[axis + 1 :])
-    # The barrier gives every tensor a matrix of its own: shared by two casts, XLA on CPU would materialise its broadcast
-    # to the full size × size outer product. Measured in LOG.md, with the alternatives (small dot, butterfly).
-    blocks, matrix = lax.optimization_barrier((blocks, jnp.asarray(matrix)))
-    matrix = matrix.reshape(*(1,) * (axis + 1), size, size, *(1,) * (x.ndim - 1 - axis))
-    if axis == x.ndim - 1:
-        rotated = jnp.sum(blocks * matrix, axis=axis + 2)
-    else:
-        terms = [
-            lax.index_in_dim(blocks, j, axis + 2, keepdims=False) * lax.index_in_dim(matrix, j, axis + 2, keepdims=False)
-            for j in range(size)
-        ]
-        rotated = functools.reduce(jnp.add, terms)
-    return (rotated * np.float32(1 / math.sqrt(size))).reshape(x.shape)
+        per_element = jnp.tile(signs.astype(jnp.float32), length // size)
+        x = x * per_element.reshape(*(1,) * axis, length, *(1,) * (x.ndim - 1 - axis))
+    sums = _butterfly(x, size) if axis == x.ndim - 1 else _signed_sums(x, matrix, axis)
+    return sums * np.float32(1 / math.sqrt(size))
+
+
+# Two ways to take the same pairwise sums, each the fastest on its axis on a CPU (2–10 × over a small dot, LOG.md). A reduction
+# or a dot would leave the order of summation to XLA, which changes it with the shape and between eager and jit (measured).
+
+
+def _butterfly(x: jax.Array, size: int) -> jax.Array:
+    """Return the unnormalised transform along the last axis, by stages of 4 (and one of 2) over neighbours."""
+    shape, stride = x.shape, 1
+    while stride < size:
+        radix = 4 if size // stride >= 4 else 2
+        groups = x.reshape(*shape[:-1], shape[-1] // (radix * stride), radix, stride)
+        a, b, *rest = (groups[..., i, :] for i in range(radix))
+        out = [a + b, a - b]
+        if rest:
+            c, d = rest
+            out = [(a + b) + (c + d), (a - b) + (c - d), (a + b) - (c + d), (a - b) - (c - d)]
+        x = jnp.stack(out, axis=-2).reshape(shape)
+        stride *= radix
+    return x
+
+
+def _signed_sums(x: jax.Array, matrix: np.ndarray, axis: int) -> jax.Array:
+    """Return the unnormalised transform along an axis that is not the last, as pairwise sums of signed slices."""
+    size = len(matrix)
+    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    column = (*(1,) * (axis + 1), size, *(1,) * (x.ndim - 1 - axis))
+    terms = [lax.slice_in_dim(blocks, j, j + 1, axis=axis + 1) * jnp.asarray(matrix[:, j].reshape(column)) for j in range(size)]
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0].reshape(x.shape)
 
 
 def rotation_signs(rotation: Rotation, key: bits.Key | None) -> jax.Array | None:

@@ -164,6 +164,11 @@ def numpy_llama(config, params, tokens_BT):
     return np.stack([forward(tokens) for tokens in np.asarray(tokens_BT)])
 
 
+def numpy_losses(logits_BTV, targets_BT):
+    log_z = np.log(np.exp(logits_BTV).sum(axis=-1))
+    return log_z - np.take_along_axis(logits_BTV, np.asarray(targets_BT)[..., None], axis=-1)[..., 0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -181,9 +186,27 @@ def test_logits_and_losses_match_numpy(changes):
     assert np.ptp(expected, axis=-1).min() > 1  # far from uniform
     np.testing.assert_allclose(logits(config, params, tokens), expected, rtol=0, atol=1e-4)
     nll_BT = jit(llama.Llama(config).apply, static_argnames="method")(params, tokens, targets, method="token_losses")
-    log_z = np.log(np.exp(expected).sum(axis=-1))
-    expected_nll = log_z - np.take_along_axis(expected, np.asarray(targets)[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(nll_BT, expected_nll, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(nll_BT, numpy_losses(expected, targets), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_match_differences_of_numpy_losses(tied):
+    config = replace(BASE, tie_embeddings=tied, loss_chunk=4, remat="full")
+    params, (tokens, targets) = random_params(config), random_tokens()
+    weights_BT = np.linspace(0.5, 1.5, B * T).reshape(B, T) / (B * T)  # as in loss_fn
+    _, grads = losses_and_grads(config, params, tokens, targets)
+    for part in params["params"]:
+        direction = jax.tree.map(lambda x: np.sign(np.asarray(x, np.float64)), grads["params"][part])
+
+        def loss(step, part=part, direction=direction):
+            values = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"][part])
+            moved = jax.tree.map(lambda leaf, sign: leaf + step * sign, values, direction)
+            logits_BTV = numpy_llama(config, {"params": params["params"] | {part: moved}}, tokens)
+            return np.vdot(weights_BT, numpy_losses(logits_BTV, targets))
+
+        slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+        expected = sum(np.abs(x).sum() for x in jax.tree.leaves(grads["params"][part]))
+        np.testing.assert_allclose(slope, expected, rtol=1e-4, err_msg=part)
 
 
 def test_rope_frequencies_follow_the_published_rule():
@@ -292,9 +315,8 @@ def test_remat_recomputes_and_keeps_the_gradients(scan):
     assert dots["none"] < dots["dots"] < dots["full"]  # "dots" recomputes only attention, whose dots have batch axes
 
 
-@pytest.mark.parametrize("chunk", [0, 4])
-def test_vmap_over_sequences_matches_batch(chunk):
-    config = replace(BASE, loss_chunk=chunk, attention="blockwise", attention_block=4)
+def test_vmap_over_sequences_matches_batch():
+    config = replace(BASE, loss_chunk=4, attention="blockwise", attention_block=4)
     params, (tokens, targets) = random_params(config), random_tokens()
     apply = functools.partial(llama.Llama(config).apply, params, method="token_losses")
     one_by_one = jit(jax.vmap(lambda x_T, y_T: apply(x_T[None], y_T[None])[0]))(tokens, targets)
@@ -321,7 +343,7 @@ def test_sharded_matches_unsharded():
 
 
 def test_bfloat16_compute_gives_float32_results():
-    config = replace(BASE, dtype="bfloat16", loss_chunk=4)
+    config = replace(BASE, dtype="bfloat16", loss_chunk=4, attention="blockwise", attention_block=4)
     params, batch = random_params(config), random_tokens()
     computed = np.asarray(logits(config, params, batch[0]))
     (nll_BT, grads), exact = losses_and_grads(config, params, *batch), np.asarray(logits(BASE, params, batch[0]))
@@ -489,6 +511,12 @@ def test_init_draws_the_configured_std():
 def test_invalid_config_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(BASE, **changes)
+
+
+def test_ids_beyond_the_vocabulary_give_nan():
+    params, (tokens, _), beyond = random_params(BASE), random_tokens(), np.full((B, T), BASE.vocab_size, np.int32)
+    assert np.isnan(logits(BASE, params, beyond)).all()
+    assert np.isnan(losses_and_grads(BASE, params, tokens, beyond)[0]).all()
 
 
 def test_blocks_and_chunks_must_divide_the_sequence():

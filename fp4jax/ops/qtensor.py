@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp4jax import formats, rounding
+from fp4jax import rounding
 from fp4jax.recipe import OperandSpec
 
 
