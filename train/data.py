@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from train import corpus
-from train.errors import InputError
+from train.errors import InputError, check_types
 
 SOURCES = ("bible", "python", "files")
 
@@ -54,16 +54,11 @@ class DataConfig:
     max_val_sequences: int = 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-                raise InputError(f"data.{field.name}={value!r} is not of type {kind.__name__}")
+        check_types("data", self)
         if self.source not in SOURCES:
             raise InputError(f"data.source={self.source!r} is not one of {', '.join(SOURCES)}")
         if (self.source == "files") != bool(self.files):
-            raise InputError(
-                f"data.files={self.files!r} with data.source={self.source!r}: only 'files' has and needs it"
-            )
+            raise InputError(f"data.files={self.files!r} with data.source={self.source!r}: only 'files' has and needs it")
         if self.source != "files" and (self.val_files or self.text_key != "text"):
             raise InputError(f"data.val_files and data.text_key do not apply to data.source={self.source!r}")
         if self.seq_len < 1:
@@ -103,9 +98,7 @@ class Dataset:
 def load(config: DataConfig) -> Dataset:
     """Read, split and tokenize the corpus; raise InputError if it cannot be read or is too short for one window."""
     train, val = _read_splits(config)
-    tokenizer, train_tokens, val_tokens = corpus.tokenize(
-        train, val, tokenizer=config.tokenizer, cache_dir=config.cache_path
-    )
+    tokenizer, train_tokens, val_tokens = corpus.tokenize(train, val, tokenizer=config.tokenizer, cache_dir=config.cache_path)
     if len(train_tokens) <= config.seq_len:
         raise InputError(f"{len(train_tokens)} training tokens are too few for data.seq_len={config.seq_len} + 1")
     if len(val_tokens) < 2:
@@ -126,9 +119,7 @@ def _read_splits(config: DataConfig) -> tuple[list[str], list[str]]:
         if config.val_files:
             val_paths = corpus.match_files(config.val_files)
             for path in {os.path.realpath(path) for path in paths} & {os.path.realpath(path) for path in val_paths}:
-                raise InputError(
-                    f"{path} matches both data.files={config.files!r} and data.val_files={config.val_files!r}"
-                )
+                raise InputError(f"{path} matches both data.files={config.files!r} and data.val_files={config.val_files!r}")
             return documents, corpus.read_files(val_paths, text_key=config.text_key)
     else:
         documents = corpus.read_bible() if config.source == "bible" else corpus.read_python()
@@ -201,9 +192,7 @@ def _gather(tokens_N: np.ndarray, windows: npt.ArrayLike, *, seq_len: int) -> np
 # ---- Validation ----
 
 
-def val_batches(
-    dataset: Dataset, *, seq_len: int, batch_size: int, max_sequences: int = 0
-) -> Iterator[dict[str, np.ndarray]]:
+def val_batches(dataset: Dataset, *, seq_len: int, batch_size: int, max_sequences: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Return an iterator of {"tokens": int32 [B, T + 1], "mask": float32 [B, T]} over the validation split, in order.
 
     mask[b, t] is 1 where tokens[b, t + 1] is a token to predict and 0 where it is padding: summed over all batches it

@@ -1,0 +1,82 @@
+"""Checkpoints: one orbax composite per step with the state, the data iterator's state, and what the run was.
+
+Saves are asynchronous and become visible only when complete. Items: "state" (arrays, sharded), "run" (JSON: step, tokens,
+iterator state, data fingerprint, recipe and its digest, versions).
+"""
+
+import importlib.metadata
+import json
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from train.errors import InputError
+from train.step import TrainState
+
+VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+class Checkpoints:
+    """The checkpoints/ directory of a workdir."""
+
+    def __init__(self, workdir: pathlib.Path, *, keep: int = 0):
+        self.path = workdir / "checkpoints"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True)
+        self._manager = ocp.CheckpointManager(self.path.absolute(), options=options, item_names=("state", "run"))
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
+        """Start saving; returns once the arrays are copied, so that the state may be donated."""
+        if step in self._manager.all_steps():
+            return
+        run = {**run, "versions": {name: importlib.metadata.version(name) for name in VERSIONS}}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        if not self._manager.save(step, args=args, force=True):
+            raise OSError(f"orbax did not save step {step} in {self.path}")
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """Return (state, run) of a step, placed as `abstract` says; raises InputError when it cannot be read."""
+        if step not in self._manager.all_steps():
+            raise InputError(f"no checkpoint of step {step} in {self.path}: there are {self.steps()}")
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=args)
+        except (ValueError, KeyError, TypeError, OSError, jax.errors.JaxRuntimeError) as error:
+            raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
+        state, run = restored["state"], restored["run"]
+        if not isinstance(run, dict) or run.get("step") != step:
+            raise InputError(f"checkpoint {self.path / str(step)} is damaged: it does not say that it is step {step}")
+        return TrainState(*state), run
+
+    def wait(self) -> None:
+        """Block until the last save is complete; raises what it raised."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _first_line(error: BaseException) -> str:
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def read_config(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """Return workdir/config.json, None when there is none; raises InputError when it is not a JSON object."""
+    path = workdir / "config.json"
+    try:
+        stored = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {_first_line(error)}") from None
+    if not isinstance(stored, dict):
+        raise InputError(f"{path} does not hold a JSON object")
+    return stored

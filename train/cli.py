@@ -1,0 +1,70 @@
+"""What every entry point shares: flags, one-line errors, exit codes, logging to stderr.
+
+Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 143/130 after SIGTERM/SIGINT with a checkpoint written.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from train.errors import InputError
+
+DONE, BAD_INPUT, GUARD = 0, 2, 3
+
+
+class StopRequest:
+    """Remembers SIGTERM or SIGINT so that a loop can stop at a step's end; a second signal ends the process at once."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def exit_code(self) -> int:
+        return DONE if self.signal is None else 128 + self.signal
+
+
+def run(main: Callable[[], int]) -> None:
+    """Parse the flags, run `main`, exit with its code; bad input becomes one line on stderr and exit code 2."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    for name in ("train", "fp4jax", "__main__"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        _parse_flags()
+        code = main()
+    except InputError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        code = BAD_INPUT
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _parse_flags() -> None:
+    """Parse sys.argv; a wrong flag, config file, key or type raises InputError."""
+    try:
+        rest = flags.FLAGS(sys.argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError, SyntaxError) as error:
+        raise InputError(f"flags: {error}") from None
+    if len(rest) > 1:
+        raise InputError(f"flags: unexpected arguments {rest[1:]}")
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print the one JSON object that ends stdout."""
+    print(json.dumps(result), flush=True)
+
+
+def quiet_libraries() -> None:
+    """Keep XLA's and TensorStore's C++ log lines off stderr."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

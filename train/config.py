@@ -1,0 +1,208 @@
+"""Configuration: one ConfigDict with typed defaults, resolved once into frozen settings before anything runs.
+
+Sections: model (models.llama.LlamaConfig), data (train.data.DataConfig), optimizer (train.optimizer.OptimizerConfig), mesh
+(train.sharding.MeshConfig), train (TrainConfig below), and quant: `recipe` names the base; every leaf of a recipe stands
+there as a typed placeholder (quant.fprop.lhs.rounding, quant.wgrad.rotation.size, …) whose value, if set, goes on top.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from fp4jax import recipes
+from fp4jax.dot import resolve_impl
+from fp4jax.numerics import Numerics
+from fp4jax.recipe import GEMMS, Recipe, from_dict, leaves, override
+from models.llama import LlamaConfig
+from train.data import DataConfig
+from train.errors import InputError, check_types
+from train.optimizer import OptimizerConfig
+from train.sharding import MeshConfig
+
+MAY_CHANGE_ON_RESUME = (
+    "train.steps",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.log_every",
+    "train.target_loss",
+    "train.eval_batch_size",
+    "mesh.data",
+    "mesh.model",
+    "mesh.fsdp",
+    "data.cache_dir",
+    "data.files",
+    "data.val_files",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run: lengths in optimizer steps, sizes in sequences.
+
+    Attributes:
+      steps: optimizer steps in total. batch_size: sequences per step. accumulation: microbatches per step.
+      eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all.
+      eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
+      target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
+      seed: initial weights, data order and random bits. log_every: steps between log lines without a terminal.
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    accumulation: int = 1
+    eval_every: int = 0
+    eval_batch_size: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 3
+    target_loss: float = 0.0
+    seed: int = 0
+    log_every: int = 50
+
+    def __post_init__(self):
+        check_types("train", self)
+        for name, value in dataclasses.asdict(self).items():
+            if not (math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))):
+                raise InputError(f"train.{name}={value} is out of range")
+        if self.batch_size % self.accumulation:
+            raise InputError(f"train.batch_size={self.batch_size} is not a multiple of {self.accumulation=}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything a run needs, checked. recipe_name: the base recipe, with a * when leaves were overridden."""
+
+    model: LlamaConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    mesh: MeshConfig
+    numerics: Numerics
+    recipe_name: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the resolved settings as plain JSON data; `from_json_dict` reads them back."""
+        sections = ("model", "data", "optimizer", "train", "mesh")
+        n = self.numerics
+        quant = {"recipe": self.recipe_name, "impl": n.impl, "strict": n.strict, "exempt": list(n.exempt)}
+        quant["resolved"], quant["digest"] = n.recipe.to_dict(), n.recipe.digest()
+        return {**{s: dataclasses.asdict(getattr(self, s)) for s in sections}, "quant": quant}
+
+
+def default_config() -> ConfigDict:
+    """Return the unlocked defaults: a 1 M-parameter byte-level Llama; config files change what they need and lock it."""
+    recipe_leaves: dict[str, Any] = {}
+    for path, value in leaves(Recipe()):
+        *parents, leaf = path.split(".")
+        node = recipe_leaves
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = config_dict.placeholder(bool if leaf == "pad" else int if leaf in ("block", "size") else type(value))
+    model = LlamaConfig(vocab_size=256, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=352)
+    return ConfigDict(
+        {
+            "model": dataclasses.asdict(model),
+            "data": dataclasses.asdict(DataConfig()),
+            "optimizer": dataclasses.asdict(OptimizerConfig()),
+            "quant": {"recipe": "mxfp4_h16", "impl": "auto", "strict": True, "exempt": ("lm_head",), **recipe_leaves},
+            "train": dataclasses.asdict(TrainConfig()),
+            "mesh": dataclasses.asdict(MeshConfig()),
+        }
+    )
+
+
+def resolve_recipe(quant: Any) -> tuple[Recipe, str]:
+    """Return (recipe, name) of the quant section: the named base with the set leaves on top."""
+    tree = quant.to_dict()
+    changes: dict[str, Any] = {}
+
+    def collect(prefix: str, node: dict[str, Any]):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                collect(f"{prefix}{key}.", value)
+            elif value is not None:
+                changes[prefix + key] = value
+
+    collect("", {g: tree[g] for g in GEMMS})
+    try:
+        recipe = override(recipes.get(quant.recipe), changes)
+    except ValueError as error:
+        raise InputError(f"quant: {error}") from None
+    return recipe, quant.recipe + ("*" if recipe != recipes.get(quant.recipe) else "")
+
+
+def resolve(config: Any) -> Settings:
+    """Return the checked settings of a config; raises InputError with one line for anything that cannot run."""
+    try:
+        sections = config.to_dict()
+        train = TrainConfig(**sections["train"])
+        optimizer = OptimizerConfig(**sections["optimizer"])
+        optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or train.steps)
+        recipe, name = resolve_recipe(config.quant)
+        resolve_impl(config.quant.impl)
+        numerics = Numerics(recipe, tuple(config.quant.exempt), config.quant.impl, config.quant.strict)
+        settings = Settings(
+            LlamaConfig(**sections["model"]),
+            DataConfig(**sections["data"]),
+            optimizer,
+            train,
+            MeshConfig(**sections["mesh"]),
+            numerics,
+            name,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"config: {error}") from None
+    _check_together(settings)
+    return settings
+
+
+def _check_together(s: Settings) -> None:
+    """Raise InputError when sections do not fit each other."""
+    if s.optimizer.warmup_steps >= s.optimizer.decay_steps:
+        raise InputError(
+            f"optimizer.warmup_steps={s.optimizer.warmup_steps} is not below the decay's end ({s.optimizer.decay_steps})"
+        )
+    if s.data.vocab_size > s.model.vocab_size:
+        raise InputError(
+            f"model.vocab_size={s.model.vocab_size} is below the {s.data.vocab_size} ids of tokenizer {s.data.tokenizer!r}"
+        )
+    if s.data.seq_len > s.model.max_seq_len:
+        raise InputError(f"data.seq_len={s.data.seq_len} is above model.max_seq_len={s.model.max_seq_len}")
+    for name in ("loss_chunk", "attention_block"):
+        size = getattr(s.model, name)
+        if size and s.data.seq_len % size:
+            raise InputError(f"data.seq_len={s.data.seq_len} is not a multiple of model.{name}={size}")
+
+
+def from_json_dict(stored: dict[str, Any]) -> Settings:
+    """Return the settings that `Settings.to_dict` wrote; raises InputError when they are not of this version."""
+    try:
+        quant = stored["quant"]
+        numerics = Numerics(from_dict(quant["resolved"]), tuple(quant["exempt"]), quant["impl"], quant["strict"])
+        return Settings(
+            LlamaConfig(**stored["model"]),
+            DataConfig(**stored["data"]),
+            OptimizerConfig(**stored["optimizer"]),
+            TrainConfig(**stored["train"]),
+            MeshConfig(**stored["mesh"]),
+            numerics,
+            quant["recipe"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"config.json does not hold a config of this version: {error}") from None
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed."""
+
+    def flat(prefix: str, node: Any) -> dict[str, Any]:
+        if not isinstance(node, dict):
+            return {prefix: node}
+        return {k: v for key, value in node.items() for k, v in flat(f"{prefix}.{key}" if prefix else key, value).items()}
+
+    a, b = flat("", json.loads(json.dumps(old))), flat("", json.loads(json.dumps(new)))
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in (*MAY_CHANGE_ON_RESUME, "quant.digest")]
+    return [f"{k}: {a.get(k)} → {b.get(k)}" for k in keys]

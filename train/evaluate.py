@@ -1,0 +1,75 @@
+"""Restore a checkpoint and report its validation loss:  python -m train.evaluate --workdir=DIR [--step=N] [--recipe=NAME]
+
+Evaluation rounds to nearest, uses the random signs of step 0 and takes per-tensor scales per sequence, so the result does
+not depend on batch size or device count; --stochastic keeps the recipe's own rounding and the checkpoint's step. The last
+line of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe.
+"""
+
+import dataclasses
+import math
+import pathlib
+
+from absl import flags
+
+from train import cli
+from train.errors import InputError
+
+WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
+STEP = flags.DEFINE_integer("step", None, "Checkpoint to restore; default the newest.")
+RECIPE = flags.DEFINE_string("recipe", None, "Evaluate in this recipe's numerics; default the run's own.")
+STOCHASTIC = flags.DEFINE_bool("stochastic", False, "Keep stochastic rounding and the step's random signs.")
+BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Sequences per call; it does not change the result.")
+
+
+def main() -> int:
+    from fp4jax import recipes
+    from train import checkpoint, config, data, sharding, step
+
+    if not WORKDIR.value:
+        raise InputError("--workdir=DIR is missing")
+    workdir = pathlib.Path(WORKDIR.value)
+    stored = checkpoint.read_config(workdir)
+    if stored is None or not (workdir / "checkpoints").is_dir():
+        raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
+    fingerprint = stored.pop("run", {}).get("data_fingerprint")
+    settings = config.from_json_dict(stored)
+    if RECIPE.value is not None:
+        try:
+            numerics = dataclasses.replace(settings.numerics, recipe=recipes.get(RECIPE.value))
+        except ValueError as error:
+            raise InputError(f"--recipe: {error}") from None
+        settings = dataclasses.replace(settings, numerics=numerics, recipe_name=RECIPE.value)
+    size = BATCH_SIZE.value if BATCH_SIZE.value is not None else settings.train.eval_batch_size or settings.train.batch_size
+    if size < 1:
+        raise InputError(f"--batch_size={size} is not positive")
+
+    dataset = data.load(settings.data)
+    if dataset.fingerprint != fingerprint:
+        raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
+    mesh = sharding.make_mesh(sharding.MeshConfig())
+    checkpoints = checkpoint.Checkpoints(workdir)
+    at = STEP.value if STEP.value is not None else checkpoints.latest()
+    if at is None:
+        raise InputError(f"{workdir} has no checkpoint yet")
+    state, run = checkpoints.restore(at, step.abstract_state(settings, mesh))
+    checkpoints.close()
+    batches = data.val_batches(
+        dataset,
+        seq_len=settings.data.seq_len,
+        batch_size=size + -size % mesh.shape["data"],
+        max_sequences=settings.data.max_val_sequences,
+    )
+    try:
+        eval_step = step.make_eval_step(settings, mesh, stochastic=STOCHASTIC.value)
+        loss = step.validation_loss(eval_step, mesh, state, batches)
+    except ValueError as error:
+        raise InputError(f"recipe {settings.recipe_name}: {error}") from None
+    cli.print_result(
+        {"step": at, "val_loss": loss, "perplexity": math.exp(loss), "tokens": run["tokens"], "recipe": settings.recipe_name}
+    )
+    return cli.DONE
+
+
+if __name__ == "__main__":
+    cli.quiet_libraries()
+    cli.run(main)

@@ -1,0 +1,203 @@
+"""The training loop: prepare a workdir, restore or initialise, step, evaluate, checkpoint, stop.
+
+Order that makes resume exact: the rows up to step n are on disk and step n is known to be finite before the checkpoint of
+step n is started; on resume, rows past the restored step are cut and the data iterator continues from the checkpoint.
+"""
+
+import json
+import logging
+import math
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from train import config, data, sharding, step
+from train.checkpoint import Checkpoints, read_config
+from train.cli import StopRequest
+from train.config import Settings
+from train.errors import InputError
+from train.metrics import Metrics, Progress
+
+log = logging.getLogger(__name__)
+PROFILED_STEPS = (3, 6)  # counted from the run's first step: compiled, warm
+
+
+class GuardError(Exception):
+    """The run stopped because a loss or gradient was not finite."""
+
+
+class Result(NamedTuple):
+    """Where a run ended. val_loss: of the newest evaluation, None before the first; stopped: by a signal."""
+
+    step: int
+    val_loss: float | None
+    stopped: bool
+
+
+def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Mesh, list[dict[str, Any]]]:
+    """Check everything that can be checked before a compile, then write config.json and census.json.
+
+    Returns (dataset, mesh, census rows). Raises InputError, with nothing written, when the config, the data, the mesh or
+    an existing workdir does not fit.
+    """
+    stored, new = read_config(workdir), settings.to_dict()
+    if stored is None and (workdir / "checkpoints").exists():
+        raise InputError(f"{workdir} has checkpoints but no config.json: not a workdir of this program")
+    changed = config.differences({k: v for k, v in (stored or new).items() if k != "run"}, new)
+    if changed:
+        raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed)}")
+    mesh = sharding.make_mesh(settings.mesh)
+    train = settings.train
+    recipe = settings.numerics.recipe
+    microbatch = train.batch_size // train.accumulation
+    if settings.numerics.strict:
+        sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len)
+    dataset = data.load(settings.data)
+    data.check_ids(dataset, vocab_size=settings.model.vocab_size)
+    if stored and stored["run"]["data_fingerprint"] != dataset.fingerprint:
+        raise InputError(f"{workdir} was trained on other data: {stored['run']['data_fingerprint']} ≠ {dataset.fingerprint}")
+    try:
+        census = step.census_rows(settings)
+    except ValueError as error:
+        raise InputError(f"quant: {error}") from None
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        _write_json(workdir / "config.json", {**new, "run": {"data_fingerprint": dataset.fingerprint}})
+        _write_json(workdir / "census.json", census)
+    except OSError as error:
+        raise InputError(f"workdir {workdir} cannot be written: {error}") from None
+    return dataset, mesh, census
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+class Run:
+    """One training run over a prepared workdir."""
+
+    def __init__(self, settings: Settings, workdir: pathlib.Path, dataset: data.Dataset, mesh: Mesh):
+        self.settings, self.workdir, self.dataset, self.mesh = settings, workdir, dataset, mesh
+        train = settings.train
+        self.tokens_per_step = train.batch_size * settings.data.seq_len
+        self.iterator = data.train_iterator(
+            dataset, seq_len=settings.data.seq_len, batch_size=train.batch_size, seed=train.seed
+        )
+        self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
+        self.val_loss: float | None = None
+        self.state, self.done = self._restore_or_init()
+        self.train_step = step.make_train_step(settings, mesh)
+        self.eval_step = step.make_eval_step(settings, mesh)
+
+    def _restore_or_init(self) -> tuple[step.TrainState, int]:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return step.init_state(self.settings, self.mesh), 0
+        state, run = self.checkpoints.restore(latest, step.abstract_state(self.settings, self.mesh))
+        self.iterator.set_state(run["iterator"])
+        self.val_loss = run["val_loss"]
+        log.info("restored step %d from %s", latest, self.workdir)
+        return state, latest
+
+    def train(self, stop: StopRequest, *, profile: bool = False) -> Result:
+        """Train until train.steps, the target loss, a signal, or a guard (raises GuardError)."""
+        train, first = self.settings.train, self.done
+        metrics = Metrics(self.workdir, restored_step=first)
+        with Progress(steps=train.steps, done=first, log_every=train.log_every) as progress:
+            try:
+                pending, clock = None, time.perf_counter()
+                while self.done < train.steps and not self._reached_target() and not stop.signal:
+                    self._profile(profile, self.done - first)
+                    tokens = jax.device_put(next(self.iterator)["tokens"], sharding.batch_sharding(self.mesh))
+                    self.state, figures = self.train_step(self.state, tokens)
+                    self.done += 1
+                    if pending:  # fetched only now, while the next step runs
+                        clock = self._report(*pending, clock, metrics, progress)
+                    pending = (self.done, figures)
+                    evaluates = self._is_due(train.eval_every)
+                    saves = self._is_due(train.checkpoint_every)
+                    if evaluates or saves or stop.signal:
+                        clock, pending = self._report(*pending, clock, metrics, progress), None
+                        if evaluates:
+                            self.evaluate(metrics)
+                        if saves or stop.signal or self._reached_target():
+                            self.save()
+                        clock = time.perf_counter()
+                if first == self.done and not stop.signal:
+                    log.info("nothing left to train: step %d of %d", self.done, train.steps)
+                    if self.val_loss is None:
+                        self.evaluate(None)
+                self.checkpoints.wait()
+            finally:
+                self._profile(False, 0)
+                metrics.close()
+        return Result(self.done, self.val_loss, stopped=stop.signal is not None)
+
+    def _is_due(self, every: int) -> bool:
+        return self.done == self.settings.train.steps or (every > 0 and self.done % every == 0)
+
+    def _reached_target(self) -> bool:
+        target = self.settings.train.target_loss
+        return bool(target) and self.val_loss is not None and self.val_loss <= target
+
+    def _report(self, done: int, figures: dict[str, jax.Array], clock: float, metrics: Metrics, progress: Progress) -> float:
+        """Write the row of one finished step; raises GuardError when it is not finite. Returns the time."""
+        loss, grad_norm, lr = (float(figures[k]) for k in ("train_loss", "grad_norm", "lr"))
+        now = time.perf_counter()
+        row = {"step": done, "tokens": done * self.tokens_per_step, "train_loss": loss, "grad_norm": grad_norm}
+        row.update(lr=lr, tokens_per_s=round(self.tokens_per_step / max(now - clock, 1e-9), 1))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            kept = self.checkpoints.latest()
+            raise GuardError(f"step {done}: {loss=} {grad_norm=}; the newest checkpoint is that of step {kept}")
+        metrics.write(row)
+        progress.update(row)
+        return now
+
+    def evaluate(self, metrics: Metrics | None) -> None:
+        size = self.settings.train.eval_batch_size or self.settings.train.batch_size
+        batches = data.val_batches(
+            self.dataset,
+            seq_len=self.settings.data.seq_len,
+            batch_size=size + -size % self.mesh.shape["data"],
+            max_sequences=self.settings.data.max_val_sequences,
+        )
+        self.val_loss = step.validation_loss(self.eval_step, self.mesh, self.state, batches)
+        if not math.isfinite(self.val_loss):
+            raise GuardError(f"step {self.done}: validation loss is {self.val_loss}")
+        if metrics:
+            metrics.write({"step": self.done, "tokens": self.done * self.tokens_per_step, "val_loss": self.val_loss})
+        log.info("step %d  validation loss %.4f", self.done, self.val_loss)
+
+    def save(self) -> None:
+        self.checkpoints.save(
+            self.done,
+            self.state,
+            {
+                "step": self.done,
+                "tokens": self.done * self.tokens_per_step,
+                "iterator": self.iterator.get_state(),
+                "val_loss": self.val_loss,
+                "data_fingerprint": self.dataset.fingerprint,
+                "recipe": self.settings.recipe_name,
+                "recipe_digest": self.settings.numerics.recipe.digest(),
+            },
+        )
+
+    def _profile(self, wanted: bool, steps_run: int) -> None:
+        """Start and stop the trace around PROFILED_STEPS; called with wanted=False, stop one that is open."""
+        if wanted and steps_run == PROFILED_STEPS[0]:
+            jax.profiler.start_trace(str(self.workdir / "profile"))
+            self._tracing = True
+        elif getattr(self, "_tracing", False) and (not wanted or steps_run == PROFILED_STEPS[1]):
+            jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()
+            self._tracing = False
+
+    def close(self) -> None:
+        self.checkpoints.close()

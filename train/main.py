@@ -1,0 +1,62 @@
+"""Train a model from a config file:  python -m train.main --config=configs/tiny_cpu.py[:RECIPE] [--workdir=DIR]
+
+Any leaf of the config can be overridden (--config.optimizer.peak_lr=3e-3). The same command again resumes. The last line
+of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe; everything else goes to stderr.
+"""
+
+import logging
+import math
+import pathlib
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+
+from train import cli, report
+from train.errors import InputError
+
+log = logging.getLogger(__name__)
+CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with an optional :argument.", lock_config=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; default runs/<config name>[_<argument>].")
+PROFILE = flags.DEFINE_bool("profile", False, "Trace three warm steps to WORKDIR/profile (TensorBoard, Perfetto).")
+
+
+def main() -> int:
+    from train import config, loop  # after the flags were read: importing jax and orbax takes seconds
+
+    if CONFIG.value is None:
+        raise InputError("--config=FILE[:ARGUMENT] is missing, for instance --config=configs/tiny_cpu.py")
+    settings = config.resolve(CONFIG.value)
+    workdir = pathlib.Path(WORKDIR.value or default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
+    stop = cli.StopRequest()
+    dataset, mesh, census = loop.prepare(settings, workdir)
+    report.print_start(settings, workdir, dataset, mesh, census)
+    run = loop.Run(settings, workdir, dataset, mesh)
+    try:
+        result = run.train(stop, profile=PROFILE.value)
+    except loop.GuardError as error:
+        print(f"stopped by a guard: {error}", file=sys.stderr)
+        return cli.GUARD
+    finally:
+        run.close()
+    cli.print_result(
+        {
+            "step": result.step,
+            "val_loss": result.val_loss,
+            "perplexity": None if result.val_loss is None else math.exp(result.val_loss),
+            "tokens": result.step * run.tokens_per_step,
+            "recipe": settings.recipe_name,
+        }
+    )
+    return stop.exit_code if result.stopped else cli.DONE
+
+
+def default_workdir(config_path: str) -> str:
+    """Return runs/<file name>[_<argument>] for the value of --config."""
+    path, _, argument = config_path.partition(":")
+    return f"runs/{pathlib.Path(path).stem}" + (f"_{argument}" if argument else "")
+
+
+if __name__ == "__main__":
+    cli.quiet_libraries()
+    cli.run(main)

@@ -1,0 +1,111 @@
+"""The device mesh, and where every array of the train state lives on it.
+
+Axes: "data" splits the batch and, with fsdp, the parameters and moments; "model" splits attention heads, the FFN and the
+vocabulary (tensor parallelism). Parameters are placed by the table below, from the last two parts of their path.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fp4jax.recipe import Recipe
+from models.llama import LlamaConfig
+from train.errors import InputError, check_types
+
+# Mesh axes of a parameter's own dimensions; a leading layer axis (scan) is never split.
+PARAM_AXES = {
+    "embed/embedding": ("model", "data"),
+    "q/kernel": ("data", "model"),
+    "k/kernel": ("data", "model"),
+    "v/kernel": ("data", "model"),
+    "o/kernel": ("model", "data"),
+    "gate/kernel": ("data", "model"),
+    "up/kernel": ("data", "model"),
+    "down/kernel": ("model", "data"),
+    "lm_head/kernel": ("data", "model"),
+    "attn_norm/scale": (None,),
+    "mlp_norm/scale": (None,),
+    "final_norm/scale": (None,),
+}
+ACTIVATION_AXES = {"x_BTD": ("data", None, None), "logits_BTV": ("data", None, "model")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Mesh shape. data=0: all devices not used by `model`. fsdp: whether "data" also splits parameters and moments."""
+
+    data: int = 0
+    model: int = 1
+    fsdp: bool = True
+
+    def __post_init__(self):
+        check_types("mesh", self)
+        if self.data < 0 or self.model < 1:
+            raise InputError(f"mesh.data={self.data} must not be negative and mesh.model={self.model} must be positive")
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """Return the mesh over the first data × model devices."""
+    devices = jax.devices()
+    data = config.data or max(len(devices) // config.model, 1)
+    if data * config.model > len(devices):
+        raise InputError(f"mesh data={data} × model={config.model} needs more than the {len(devices)} devices here")
+    grid = np.array(devices[: data * config.model]).reshape(data, config.model)
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def check(mesh: Mesh, model: LlamaConfig, recipe: Recipe, *, microbatch: int, seq_len: int) -> None:
+    """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
+    data, tensor = mesh.shape["data"], mesh.shape["model"]
+    sizes = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
+    for name, size in sizes.items():
+        if size % tensor:
+            raise InputError(f"model.{name}={size} is not a multiple of the mesh's model axis ({tensor})")
+    if model.d_model % data:
+        raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's data axis ({data})")
+    if microbatch % data:
+        raise InputError(f"a microbatch of {microbatch} sequences is not a multiple of the mesh's data axis ({data})")
+    tokens = microbatch // data * seq_len
+    local = {
+        ("wgrad", "tokens per device"): tokens,
+        ("fprop", "d_model"): model.d_model,
+        ("fprop", "n_heads · head size per device"): model.n_heads * model.head_size // tensor,
+        ("fprop", "d_ff per device"): model.d_ff // tensor,
+        ("dgrad", "d_model"): model.d_model,
+        ("dgrad", "n_kv_heads · head size per device"): model.n_kv_heads * model.head_size // tensor,
+        ("dgrad", "d_ff per device"): model.d_ff // tensor,
+    }
+    for (gemm, what), length in local.items():
+        spec = getattr(recipe, gemm)
+        if length % spec.multiple and not spec.pad:
+            raise InputError(f"{gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
+
+
+def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:
+    """Return the NamedSharding of every leaf of a train state (arrays or ShapeDtypeStructs); scalars are replicated."""
+
+    def place(path, leaf):
+        if leaf.ndim == 0:
+            return NamedSharding(mesh, PartitionSpec())
+        keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
+        axes = PARAM_AXES["/".join(keys[-2:])]
+        axes = tuple(None if a == "data" and not fsdp else a for a in axes)
+        return NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - len(axes)), *axes))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def constrain(mesh: Mesh):
+    """Return the model's activation hook: (name, x) → x with the sharding of `ACTIVATION_AXES`."""
+
+    def apply(name: str, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*ACTIVATION_AXES[name])))
+
+    return apply

@@ -1,0 +1,164 @@
+"""The train state and the two jitted programs: one optimizer step, and the per-token losses of evaluation.
+
+Shape key: A microbatches, B sequences, T positions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fp4jax import bits
+from fp4jax.numerics import Numerics, census
+from fp4jax.recipe import GEMMS, round_to_nearest
+from models import llama
+from train import optimizer, sharding
+from train.config import Settings
+
+
+class TrainState(NamedTuple):
+    """All arrays of a run. params, opt_state: float32; step: int32, the number of optimizer steps done."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def init_state(settings: Settings, mesh: Mesh) -> TrainState:
+    """Return the initial state, born sharded: a pure function of (model, seed)."""
+    init, shardings = _init_and_shardings(settings, mesh)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def abstract_state(settings: Settings, mesh: Mesh) -> TrainState:
+    """Return the state's shapes, dtypes and shardings without allocating anything."""
+    init, shardings = _init_and_shardings(settings, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init), shardings)
+
+
+def _init_and_shardings(settings: Settings, mesh: Mesh):
+    model = llama.Llama(settings.model)
+    tx = optimizer.make_optimizer(settings.optimizer)
+
+    def init() -> TrainState:
+        params = model.init(jax.random.key(settings.train.seed), jnp.zeros((1, settings.data.seq_len), jnp.int32))["params"]
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+
+    return init, sharding.state_shardings(mesh, jax.eval_shape(init), fsdp=settings.mesh.fsdp)
+
+
+def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
+
+    The loss is the mean over all tokens of the global batch, whatever the number of microbatches; random bits are keyed by
+    (seed, step) and by the global row of each token. metrics: train_loss (nats per token), grad_norm (before clipping), lr,
+    all float32 scalars.
+    """
+    tx = optimizer.make_optimizer(settings.optimizer)
+    schedule = optimizer.learning_rate(settings.optimizer)
+    model = llama.Llama(settings.model, settings.numerics.dot, sharding.constrain(mesh))
+    accumulation, seed = settings.train.accumulation, settings.train.seed
+
+    def loss_sum(params, tokens_BT1, key):
+        nll_BT: Any = model.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
+        return jnp.sum(nll_BT) / num_tokens(tokens_BT1)
+
+    def num_tokens(tokens_BT1):
+        return accumulation * tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
+
+    def accumulate(params, tokens_BT1, key):
+        tokens_ABT1 = tokens_BT1.reshape(accumulation, -1, tokens_BT1.shape[1])
+        spread = NamedSharding(mesh, PartitionSpec(None, "data"))
+        tokens_ABT1 = jax.lax.with_sharding_constraint(tokens_ABT1, spread)
+        rows = tokens_ABT1.shape[1] * (tokens_ABT1.shape[2] - 1)
+
+        def add(carry, xs):
+            index, tokens = xs
+            value_and_grad = jax.value_and_grad(loss_sum)(params, tokens, key._replace(row_offset=index * jnp.uint32(rows)))
+            return jax.tree.map(jnp.add, carry, value_and_grad), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(add, zero, (jnp.arange(accumulation, dtype=jnp.uint32), tokens_ABT1))[0]
+
+    def train_step(state: TrainState, tokens_BT1: jax.Array):
+        key = bits.step_key(seed, state.step)
+        gradient = jax.value_and_grad(loss_sum) if accumulation == 1 else accumulate
+        loss, grads = gradient(state.params, tokens_BT1, key)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"train_loss": loss, "grad_norm": optax.global_norm(grads), "lr": schedule(state.step)}
+        return TrainState(params, opt_state, state.step + 1), metrics
+
+    shardings = sharding.state_shardings(mesh, jax.eval_shape(_init_and_shardings(settings, mesh)[0]), fsdp=settings.mesh.fsdp)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(
+        train_step,
+        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        out_shardings=(shardings, replicated),
+        donate_argnums=0,
+    )
+
+
+def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) -> Callable[..., jax.Array]:
+    """Return the jitted (params, tokens_BT1, first_row, step) → nll_BT float32, nats per token.
+
+    Each sequence is evaluated by itself, so per-tensor scales are taken per sequence and the result does not depend on the
+    batch. Casts round to nearest and random signs are those of step 0; `stochastic` keeps the recipe's own rounding and the
+    signs of `step`. first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
+    """
+    numerics = settings.numerics
+    if not stochastic:
+        numerics = dataclasses.replace(numerics, recipe=round_to_nearest(numerics.recipe))
+    model = llama.Llama(settings.model, numerics.dot)
+
+    def eval_step(params, tokens_BT1, first_row, step):
+        key = bits.step_key(settings.train.seed, step if stochastic else 0)
+        length = tokens_BT1.shape[1] - 1
+
+        def one(tokens_T1, row):
+            key_row = key._replace(row_offset=row * jnp.uint32(length))
+            return model.apply({"params": params}, tokens_T1[None, :-1], tokens_T1[None, 1:], key_row, method="token_losses")[0]
+
+        return jax.vmap(one)(tokens_BT1, first_row + jnp.arange(tokens_BT1.shape[0], dtype=jnp.uint32))
+
+    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[dict[str, np.ndarray]]) -> float:
+    """Return the token-weighted mean loss in nats over all batches, summed in float64."""
+    total, count, first_row = 0.0, 0.0, 0
+    for batch in batches:
+        tokens = jax.device_put(batch["tokens"], sharding.batch_sharding(mesh))
+        nll_BT = np.asarray(eval_step(state.params, tokens, np.uint32(first_row), state.step), np.float64)
+        total += float((nll_BT * batch["mask"]).sum())
+        count += float(batch["mask"].sum())
+        first_row += len(nll_BT)
+    return total / count if count else math.nan
+
+
+def census_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Return the census of one training step: every linear layer's GEMMs, then the GEMMs no recipe covers."""
+    train = settings.train
+    tokens = jax.ShapeDtypeStruct((train.batch_size // train.accumulation, settings.data.seq_len), jnp.int32)
+    plain = llama.Llama(settings.model)
+    params = jax.eval_shape(lambda t: plain.init(jax.random.key(0), t), tokens)
+
+    def trace(numerics: Numerics):
+        model = llama.Llama(settings.model, numerics.dot)
+        key = bits.step_key(0, 0)
+        return jax.eval_shape(lambda p, t: model.apply(p, t, t, key, method="token_losses"), params, tokens)
+
+    rows = census(settings.numerics, trace)
+    dtype = settings.model.dtype
+    uncovered = [("layers/*/attn/scores", "q·kᵀ and p·v are not linear layers"), ("embed", "a gather, no GEMM")]
+    return rows + [
+        {"module": m, "gemm": g, "lhs": dtype, "rhs": dtype, "rotation": "-", "impl": "lax", "exempt": why}
+        for m, why in uncovered
+        for g in GEMMS
+    ]
