@@ -19,7 +19,7 @@ import numpy as np
 
 
 class Key(NamedTuple):
-    """What a cast draws from: two key words, uint32[2], and the global index of the tensor's first token row, uint32."""
+    """What a cast draws from: two key words, uint32[2] (or a stack of them), and the global index of the tensor's first token row, uint32."""
 
     words: jax.Array
     row_offset: jax.Array | int = 0
@@ -46,11 +46,11 @@ def as_key(key) -> Key:
 
 def fold_in(key: Key, *words: jax.Array | int) -> Key:
     """Return a new key that depends on every word (Python ints, int32 or uint32 scalars, in order)."""
-    k0, k1 = key.words[0], key.words[1]
+    k0, k1 = key.words[..., 0], key.words[..., 1]
     for word in words:
         w = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word).astype(jnp.uint32)
         k0, k1 = mix(k0 ^ mix(w + jnp.uint32(0x9E3779B9))), mix(k1 + mix(w ^ jnp.uint32(0x85EBCA6B)) + k0)
-    return Key(jnp.stack([k0, k1]), key.row_offset)
+    return Key(jnp.stack([k0, k1], axis=-1), key.row_offset)
 
 
 def step_key(seed: int, step: jax.Array | int) -> Key:

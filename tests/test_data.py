@@ -118,9 +118,7 @@ def test_files_by_glob_in_sorted_order(tmp_path):
 def test_val_files_replace_the_split(tmp_path):
     (tmp_path / "t.txt").write_text("train " * 20)
     (tmp_path / "v.txt").write_text("val")
-    config = data.DataConfig(
-        source="files", files=str(tmp_path / "t.txt"), val_files=str(tmp_path / "v.txt"), seq_len=8
-    )
+    config = data.DataConfig(source="files", files=str(tmp_path / "t.txt"), val_files=str(tmp_path / "v.txt"), seq_len=8)
     dataset = data.load(config)
     assert dataset.tokenizer.decode(dataset.train_tokens) == "train " * 20
     assert dataset.tokenizer.decode(dataset.val_tokens) == "val"
@@ -133,9 +131,7 @@ def test_val_files_replace_the_split(tmp_path):
 def test_ids_decode_to_the_joined_text(word_files, tokenizer):
     config = word_files(tokenizer=tokenizer)
     dataset = data.load(config)
-    train, val = corpus.split_documents(
-        corpus.read_files(corpus.match_files(config.files), text_key="text"), val_fraction=0.05
-    )
+    train, val = corpus.split_documents(corpus.read_files(corpus.match_files(config.files), text_key="text"), val_fraction=0.05)
     assert dataset.tokenizer.decode(dataset.train_tokens) == corpus.SEPARATOR.join(train)
     assert dataset.tokenizer.decode(dataset.val_tokens) == corpus.SEPARATOR.join(val)
     assert dataset.vocab_size == config.vocab_size
@@ -296,8 +292,7 @@ def test_processes_share_one_global_batch(process_count):
     settings = {"seq_len": 10, "batch_size": 8, "seed": 1}
     reference = take(data.train_iterator(dataset, **settings), 12)
     iterators = [
-        data.train_iterator(dataset, **settings, process_index=p, process_count=process_count)
-        for p in range(process_count)
+        data.train_iterator(dataset, **settings, process_index=p, process_count=process_count) for p in range(process_count)
     ]
     parts = [take(iterator, 5) for iterator in iterators]
     for iterator, part in zip(iterators, parts, strict=True):

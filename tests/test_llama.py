@@ -269,8 +269,7 @@ def test_blockwise_attention_needs_linear_memory():
     blockwise = functools.partial(llama.blockwise_attention, block=block)
     dot_product = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     sizes = [
-        largest_array(jax.grad(lambda *qkv, f=f: f(*qkv).sum(), argnums=(0, 1, 2)), q, k, k)
-        for f in (blockwise, dot_product)
+        largest_array(jax.grad(lambda *qkv, f=f: f(*qkv).sum(), argnums=(0, 1, 2)), q, k, k) for f in (blockwise, dot_product)
     ]
     assert sizes[0] <= 2 * length * block
     assert sizes[1] >= length**2  # the measure sees what it should
@@ -291,9 +290,7 @@ def test_chunked_loss_matches_whole(chunk, tied):
     params, (tokens, targets) = random_params(config), random_tokens()
     hooks = {"linear_dot": scaling_dot}
     whole = losses_and_grads(config, params, tokens, targets, KEY, **hooks)
-    assert_trees_close(
-        losses_and_grads(replace(config, loss_chunk=chunk), params, tokens, targets, KEY, **hooks), whole
-    )
+    assert_trees_close(losses_and_grads(replace(config, loss_chunk=chunk), params, tokens, targets, KEY, **hooks), whole)
 
 
 def test_scanned_matches_unrolled():

@@ -49,7 +49,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
         raise InputError(f"{workdir} has checkpoints but no config.json: not a workdir of this program")
     changed = config.differences({k: v for k, v in (stored or new).items() if k != "run"}, new)
     if changed:
-        raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed)}")
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = sharding.make_mesh(settings.mesh)
     train = settings.train
     recipe = settings.numerics.recipe

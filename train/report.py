@@ -16,7 +16,9 @@ def print_start(
     settings: Settings, workdir: pathlib.Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, census: list[dict[str, Any]]
 ) -> None:
     """Print model, data, mesh, recipe and census to stderr."""
-    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    console = rich.console.Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a log file: no wrapping
     recipe = settings.numerics.recipe
     emulated = "" if recipe.is_plain else " (emulated: dequantized operands, FP32 products)"
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -29,14 +31,17 @@ def print_start(
 
 
 def census_table(census: list[dict[str, Any]]) -> rich.table.Table:
-    """Return the census as a table; GEMMs of one module that only repeat an exemption are joined."""
-    table = rich.table.Table("module", "gemm", "lhs", "rhs", "rotation", "impl", "exempt", box=None, pad_edge=False)
-    shown = set()
+    """Return the census as a table: modules whose GEMMs all read alike share their lines, an exempt module takes one."""
+    columns = ("gemm", "lhs", "rhs", "rotation", "impl", "exempt")
+    by_module: dict[str, list[tuple[str, ...]]] = {}
     for row in census:
-        if row["exempt"]:
-            if (row["module"], row["exempt"]) in shown:
-                continue
-            shown.add((row["module"], row["exempt"]))
-            row = {**row, "gemm": "all"}
-        table.add_row(*(str(row[k]) for k in ("module", "gemm", "lhs", "rhs", "rotation", "impl", "exempt")))
+        by_module.setdefault(row["module"], []).append(tuple(str(row[k]) for k in columns))
+    modules_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for module, rows in by_module.items():
+        modules_of.setdefault(tuple(rows), []).append(module)
+    table = rich.table.Table("module", *columns, box=None, pad_edge=False)
+    for rows, modules in modules_of.items():
+        if len({row[1:] for row in rows}) == 1:
+            rows = (("all", *rows[0][1:]),)
+        table.add_row("\n".join(modules), *("\n".join(cells) for cells in zip(*rows, strict=True)))
     return table

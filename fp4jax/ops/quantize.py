@@ -104,17 +104,22 @@ def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
     """Return the uint32 words for every element of `x`; where vmap batches x but not the key, the batch index enters it."""
     assert key is not None
 
-    @jax.custom_batching.custom_vmap
     def draw(x, words, row_offset):
         return bits.random_bits(bits.Key(words, row_offset), x.shape)
 
-    @draw.def_vmap
-    def draw_batched(axis_size, in_batched, x, words, row_offset):
-        x_batched, words_batched, row_batched = in_batched
-        if x_batched and not words_batched and not row_batched:
-            fold = lambda i: bits.fold_in(bits.Key(words), i).words  # noqa: E731
-            words, words_batched = jax.vmap(fold)(jnp.arange(axis_size)), True
-        axes = tuple(0 if b else None for b in (x_batched, words_batched, row_batched))
-        return jax.vmap(lambda x, w, r: random_bits(x, bits.Key(w, r)), axes)(x, words, row_offset), True
+    return _distinct_under_vmap(draw)(x, key.words, jnp.asarray(key.row_offset, jnp.uint32))
 
-    return draw(x, key.words, jnp.asarray(key.row_offset, jnp.uint32))
+
+def _distinct_under_vmap(draw):
+    """Return draw(x, words, row_offset) with a batching rule that folds the batch index into `words` where only x is batched."""
+    custom = jax.custom_batching.custom_vmap(draw)
+
+    @custom.def_vmap
+    def rule(axis_size, in_batched, x, words, row_offset):
+        if in_batched == [True, False, False]:
+            words = jax.vmap(lambda i: bits.fold_in(bits.Key(words), i).words)(jnp.arange(axis_size))
+            in_batched = [True, True, False]
+        batched = jax.vmap(draw, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)
+        return _distinct_under_vmap(batched)(x, words, row_offset), True
+
+    return custom
