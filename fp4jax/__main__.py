@@ -1,0 +1,113 @@
+"""Command line:  python -m fp4jax list | describe NAME | diff NAME NAME   [--json]
+
+list       every named recipe with its source
+describe   what every operand of every GEMM of a recipe goes through
+diff       the leaves in which two recipes differ
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from fp4jax import recipes
+from fp4jax.recipe import GEMMS, OPERANDS, Recipe, leaves
+
+_CONTRACTION = {"fprop": "K (input features)", "dgrad": "N (output features)", "wgrad": "M (tokens)"}
+_MEANING = {  # what the words in a description mean; amax = m·2^k, 1 ≤ m < 2, is the largest magnitude under one scale
+    "none": "format: the operand itself, in the model's compute dtype",
+    "bf16": "format: rounded to bfloat16",
+    "fp8_e4m3": "format: E4M3 (max 448), one FP32 scale per tensor",
+    "fp8_e5m2": "format: E5M2 (max 57344), one FP32 scale per tensor",
+    "mxfp4": "format: E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives), one E8M0 scale 2^e per block",
+    "floor": "scale 2^(k-2): amax/scale in [4, 8), clips above 6",
+    "even": "scale 2^(k-2), from m = 1.75 on 2^(k-1): amax/scale in [3.5, 7), clips above 6",
+    "ceil": "scale 2^(k-2), above m = 1.5 2^(k-1): amax/scale in (3, 6], never clips",
+    "amax": "scale amax/448 (E4M3) or amax/57344 (E5M2): never clips",
+    "rne": "rounding to nearest, ties to even",
+    "sr": "stochastic rounding, 24 random bits: unbiased where nothing clips, otherwise biased",
+}
+_SIGNS = {
+    "deterministic": "Hadamard rotation of both operands along the contraction, no signs",
+    "fixed": "Hadamard rotation with one random ±1 diagonal for the whole model",
+    "redrawn": "Hadamard rotation with a random ±1 diagonal, redrawn every step",
+}
+
+
+def describe(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return one row per operand: gemm, operand, contraction, format, block, scale_rule, rounding, rotation, pad."""
+    return [
+        {
+            "gemm": gemm,
+            "operand": operand,
+            "contraction": _CONTRACTION[gemm],
+            **dataclasses.asdict(spec),
+            "rotation": str(getattr(recipe, gemm).rotation),
+            "pad": getattr(recipe, gemm).pad,
+        }
+        for gemm in GEMMS
+        for operand, spec in zip(OPERANDS[gemm], (getattr(recipe, gemm).lhs, getattr(recipe, gemm).rhs), strict=True)
+    ]
+
+
+def _legend(recipe: Recipe) -> list[str]:
+    """Return a line for every word that occurs in the description of `recipe`."""
+    values = [value for path, value in leaves(recipe) if not path.endswith("signs")]
+    lines = [f"{word:9} {text}" for word, text in _MEANING.items() if word in values and (word != "none" or recipe.is_plain)]
+    rotations = {str(r): r.signs for r in (getattr(recipe, g).rotation for g in GEMMS) if r.size}
+    return lines + [f"{name:9} {_SIGNS[signs]}" for name, signs in rotations.items()]
+
+
+def diff(first: Recipe, second: Recipe) -> list[dict[str, Any]]:
+    """Return the leaves in which two recipes differ: leaf, first, second."""
+    pairs = zip(leaves(first), leaves(second), strict=True)
+    return [{"leaf": path, "first": a, "second": b} for (path, a), (_, b) in pairs if a != b]
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        print("no difference")
+        return
+    texts = [list(rows[0]), *[[str(v) for v in row.values()] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; prints tables to stdout, or JSON; returns the exit code, 2 for an unknown recipe."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp4jax", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, arguments in (("list", ()), ("describe", ("name",)), ("diff", ("first", "second"))):
+        sub = commands.add_parser(command)
+        for argument in arguments:
+            sub.add_argument(argument)
+        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "list":
+            rows = [{"name": n, "summary": e.summary, "source": e.source} for n, e in recipes.ENTRIES.items()]
+        elif args.command == "describe":
+            rows = describe(recipes.get(args.name))
+        else:
+            rows = diff(recipes.get(args.first), recipes.get(args.second))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if args.command == "describe":
+        entry = recipes.ENTRIES[args.name]
+        print(f"{args.name}: {entry.summary}\nsource: {entry.source}\ndigest: {entry.recipe.digest()}\n")
+    _print_table(rows)
+    if args.command == "describe":
+        print("\n" + "\n".join(_legend(recipes.get(args.name))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
