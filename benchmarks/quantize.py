@@ -5,6 +5,7 @@ bandwidth-bound. The linear layer is forward and backward with three GEMMs, agai
 """
 
 import argparse
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def casts() -> dict:
             f"H16 axis {axis}": lambda x, axis=axis: hadamard(x, 16, axis),
             f"H16 + mxfp4 axis {axis}": lambda x, axis=axis: fake_quantize(hadamard(x, 16, axis), rne, axis),
         }
-    return {name: lambda f=jax.jit(f): f(x) for name, f in functions.items()}
+    return {name: functools.partial(jax.jit(f), x) for name, f in functions.items()}
 
 
 def linears() -> dict:
@@ -44,7 +45,7 @@ def linears() -> dict:
             y, pullback = jax.vjp(dot, x, w)
             return y, pullback(dy)
 
-        return lambda f=jax.jit(forward_backward): f(x, w, dy)
+        return functools.partial(jax.jit(forward_backward), x, w, dy)
 
     dims = (((1,), (0,)), ((), ()))
     functions = {"linear plain": make(lambda x, w: lax.dot_general(x, w, dims))}

@@ -35,6 +35,14 @@ def flush(x: jax.Array) -> jax.Array:
     return from_bits(jnp.where(b & 0x7F800000 == 0, b & jnp.int32(-(2**31)), b))
 
 
+def max_magnitude(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Return max |x| of float32 `x` over one axis or all, dimensions kept; Inf and NaN give Inf or NaN.
+
+    Taken on the bit patterns, whose order is that of the magnitudes with NaN on top: XLA's float maximum on CPU loses NaN.
+    """
+    return from_bits(jnp.max(to_bits(x) & 0x7FFFFFFF, axis=axis, keepdims=True))
+
+
 def mx_scale_byte(amax: jax.Array, rule: str) -> jax.Array:
     """Return the E8M0 byte (int32) of blocks with maximum magnitude `amax` (float32, ≥ 0); scale = 2^(byte - 127).
 

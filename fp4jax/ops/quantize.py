@@ -91,11 +91,10 @@ def _scaled_elements(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key |
         view = (*x.shape[:axis], x.shape[axis] // spec.block, spec.block, *x.shape[axis + 1 :])
         x = x.reshape(view)
         random = None if random is None else random.reshape(view)
-        amax = jnp.max(jnp.abs(x), axis=axis + 1, keepdims=True)
-        scale = rounding.mx_scale_byte(amax, spec.scale_rule or "")
+        scale = rounding.mx_scale_byte(rounding.max_magnitude(x, axis + 1), spec.scale_rule or "")
         scaled = x * rounding.power_of_two(254 - jnp.minimum(scale, 254 - 1))
     else:
-        scale = rounding.per_tensor_scale(jnp.max(jnp.abs(x), keepdims=True), element)
+        scale = rounding.per_tensor_scale(rounding.max_magnitude(x), element)
         scaled = x / scale
     return rounding.round_to_grid(scaled, element, random), scale
 
