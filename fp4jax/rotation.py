@@ -20,12 +20,16 @@ _TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1],
 
 def hadamard_matrix(size: int) -> np.ndarray:
     """Return the natural-order Sylvester matrix with entries ±1, float32[size, size]; size is a power of two."""
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"Hadamard {size=} is not a power of two")
+    _check_size(size)
     h = np.ones((1, 1), np.float32)
     while len(h) < size:
         h = np.block([[h, h], [h, -h]])
     return h
+
+
+def _check_size(size: int) -> None:
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"Hadamard {size=} is not a power of two")
 
 
 def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None) -> jax.Array:
@@ -38,14 +42,14 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
     """
     axis = axis % x.ndim
     length = x.shape[axis]
-    matrix = hadamard_matrix(size)
+    _check_size(size)
     if length % size:
         raise ValueError(f"Hadamard {size=} does not divide axis {axis} of length {length}")
     x = x.astype(jnp.float32)
     if signs is not None:
         per_element = jnp.tile(signs.astype(jnp.float32), length // size)
         x = x * per_element.reshape(*(1,) * axis, length, *(1,) * (x.ndim - 1 - axis))
-    sums = _butterfly(x, size) if axis == x.ndim - 1 else _signed_sums(x, matrix, axis)
+    sums = _butterfly(x, size) if axis == x.ndim - 1 else _signed_sums(x, size, axis)
     return sums * np.float32(1 / math.sqrt(size))
 
 
@@ -69,14 +73,14 @@ def _butterfly(x: jax.Array, size: int) -> jax.Array:
     return x
 
 
-def _signed_sums(x: jax.Array, matrix: np.ndarray, axis: int) -> jax.Array:
-    """Return the unnormalised transform along an axis that is not the last, as pairwise sums of signed slices."""
-    size = len(matrix)
+def _signed_sums(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """Return the same along an axis that is not the last: output i adds or subtracts at stage k as bit k of i says."""
     blocks = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     column = (*(1,) * (axis + 1), size, *(1,) * (x.ndim - 1 - axis))
-    terms = [lax.slice_in_dim(blocks, j, j + 1, axis=axis + 1) * jnp.asarray(matrix[:, j].reshape(column)) for j in range(size)]
-    while len(terms) > 1:
-        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    terms = [lax.slice_in_dim(blocks, j, j + 1, axis=axis + 1) for j in range(size)]
+    for stage in range(size.bit_length() - 1):
+        signs = jnp.asarray(np.float32(1 - 2 * (np.arange(size) >> stage & 1)).reshape(column))
+        terms = [a + signs * b for a, b in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0].reshape(x.shape)
 
 
