@@ -19,7 +19,10 @@ import numpy as np
 
 
 class Key(NamedTuple):
-    """What a cast draws from: two key words, uint32[2] (or a stack of them), and the global index of the tensor's first token row, uint32."""
+    """What a cast draws from.
+
+    words: uint32[2] (or a stack of them). row_offset: the global index of the tensor's first token row, uint32.
+    """
 
     words: jax.Array
     row_offset: jax.Array | int = 0

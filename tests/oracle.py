@@ -6,6 +6,7 @@ every comparison below is exact; only the last step rounds (to float32, by numpy
 the other. Random words come as an argument: the oracle rounds with them, it does not draw them.
 """
 
+import bisect
 import functools
 from fractions import Fraction
 
@@ -54,9 +55,13 @@ def scale_exponent_exact(amax: Fraction, rule: str) -> int:
 def rne_exact(magnitude: Fraction, element: str) -> int:
     """Return the code of the nearest grid magnitude, the even code where two are equally near, saturating."""
     values = grid(element)
-    distances = [abs(v - magnitude) for v in values]
-    nearest = [i for i, d in enumerate(distances) if d == min(distances)]
-    return nearest[0] if len(nearest) == 1 else next(i for i in nearest if i % 2 == 0)
+    if magnitude >= values[-1]:
+        return len(values) - 1
+    lower = bisect.bisect_right(values, magnitude) - 1
+    below, above = magnitude - values[lower], values[lower + 1] - magnitude
+    if below == above:
+        return lower + lower % 2
+    return lower if below < above else lower + 1
 
 
 # ------------------------------------------------------------------------------------------------- arrays, exact in float64
@@ -126,9 +131,9 @@ def mx_quantize(x, axis: int, rule: str = "even", words=None):
     """Return (codes, scale bytes, values) of MXFP4 in blocks of 32 along `axis`: uint8, uint8, float32."""
     x = np.moveaxis(np.asarray(x, np.float32), axis, -1)
     words = None if words is None else np.moveaxis(np.asarray(words), axis, -1).reshape(*x.shape[:-1], -1, 32)
-    blocks = flush(x).reshape(*x.shape[:-1], -1, 32).astype(np.float64)
+    blocks = flush(x).reshape(*x.shape[:-1], -1, 32)
     bad = ~np.isfinite(blocks).all(-1)
-    blocks = np.where(bad[..., None], 0.0, blocks)
+    blocks = np.where(bad[..., None], np.float32(0), blocks).astype(np.float64)
     byte = np.where(bad, NAN_BYTE, scale_byte(np.abs(blocks).max(-1), rule)).astype(np.uint8)
     scale = np.ldexp(1.0, byte.astype(int) - 127)[..., None]
     codes = np.where(bad[..., None], 0, encode(blocks / scale, "e2m1", words)).astype(np.uint8)
@@ -147,7 +152,7 @@ def fp8_scale(amax: np.float32, element: str) -> np.float32:
 
 
 def fp8_quantize(x, element: str, words=None):
-    """Return (codes, scale, values) of FP8 with one scale for the whole tensor: elements are float32(x / scale), then rounded."""
+    """Return (codes, scale, values) of FP8 with one scale for the whole tensor: float32(x / scale), then rounded."""
     x = flush(np.asarray(x, np.float32))
     scale = fp8_scale(np.abs(x).max(), element)
     if np.isnan(scale):
@@ -177,7 +182,7 @@ def bfloat16_rne(x: np.ndarray) -> np.ndarray:
 
 
 def hadamard(x, size: int, axis: int, signs=None) -> np.ndarray:
-    """Rotate in float32 with a fixed order of summation: pairs of neighbours, pairs of those, …, then one product by 1/√size."""
+    """Rotate in float32 in a fixed order of summation: neighbours in pairs, pairs of those, …; then times 1/√size."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.kron(np.array([[1, 1], [1, -1]], np.float32), matrix)

@@ -1,19 +1,20 @@
 """Checkpoints: one orbax composite per step with the state, the data iterator's state, and what the run was.
 
 Saves are asynchronous and become visible only when complete. Items: "state" (arrays, sharded), "run" (JSON: step, tokens,
-iterator state, data fingerprint, recipe and its digest, versions).
+iterator state, data fingerprint, recipe and its digest, versions). "run" also holds a checksum of the state and one of
+itself, since the storage checks neither: one flipped bit in a file of either makes `restore` raise.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import pathlib
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from train.errors import InputError
-from train.step import TrainState
+from train.step import TrainState, checksum
 
 VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -37,6 +38,8 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         run = {**run, "versions": {name: importlib.metadata.version(name) for name in VERSIONS}}
+        run["state_checksum"] = int(checksum(state))
+        run["checksum"] = _checksum(run)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         if not self._manager.save(step, args=args, force=True):
             raise OSError(f"orbax did not save step {step} in {self.path}")
@@ -48,12 +51,14 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=args)
-        except (ValueError, KeyError, TypeError, OSError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
             raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
-        state, run = restored["state"], restored["run"]
-        if not isinstance(run, dict) or run.get("step") != step:
-            raise InputError(f"checkpoint {self.path / str(step)} is damaged: it does not say that it is step {step}")
-        return TrainState(*state), run
+        state, run = TrainState(*restored["state"]), restored["run"]
+        if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
+            raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
+        if run["state_checksum"] != int(checksum(state)):
+            raise InputError(f"checkpoint {self.path / str(step)} is damaged: the arrays do not match their checksum")
+        return state, run
 
     def wait(self) -> None:
         """Block until the last save is complete; raises what it raised."""
@@ -61,6 +66,12 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _checksum(run: dict[str, Any]) -> str:
+    """Return 16 hex digits over everything in `run` but its own checksum."""
+    content = json.dumps({k: v for k, v in run.items() if k != "checksum"}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _first_line(error: BaseException) -> str:
@@ -80,3 +91,9 @@ def read_config(workdir: pathlib.Path) -> dict[str, Any] | None:
     if not isinstance(stored, dict):
         raise InputError(f"{path} does not hold a JSON object")
     return stored
+
+
+def data_fingerprint(stored: dict[str, Any]) -> Any:
+    """Return the data fingerprint that a config.json holds, None when there is none."""
+    run = stored.get("run")
+    return run.get("data_fingerprint") if isinstance(run, dict) else None

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 143/130 after S
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ def run(main: Callable[[], int]) -> None:
     for name in ("train", "fp4jax", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO)
     try:
-        _parse_flags()
+        parse_flags(flags.FLAGS, sys.argv)
         code = main()
     except InputError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
@@ -50,14 +51,25 @@ def run(main: Callable[[], int]) -> None:
     sys.exit(code)
 
 
-def _parse_flags() -> None:
-    """Parse sys.argv; a wrong flag, config file, key or type raises InputError."""
+def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
+    """Parse argv; a wrong flag, config file, key or type raises InputError."""
     try:
-        rest = flags.FLAGS(sys.argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError, SyntaxError) as error:
+        rest = values(argv)
+    except InputError:
+        raise
+    except (AttributeError, KeyError) as error:
+        raise InputError(f"flags: no such config key or attribute: {error}") from None
+    except flags.Error as error:
         raise InputError(f"flags: {error}") from None
+    except Exception as error:  # a config file is a Python program: it may raise anything
+        raise InputError(f"flags: {type(error).__name__}: {error}") from None
     if len(rest) > 1:
         raise InputError(f"flags: unexpected arguments {rest[1:]}")
+
+
+def perplexity(val_loss: float | None) -> float | None:
+    """Return exp(val_loss), None where it is not known or overflows."""
+    return None if val_loss is None or val_loss > math.log(sys.float_info.max) else math.exp(val_loss)
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -66,5 +78,14 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep XLA's and TensorStore's C++ log lines off stderr."""
+    """Keep XLA's and TensorStore's C++ log lines off stderr, and what orbax 0.12.8 leaves behind when a restore fails:
+    tasks whose exceptions nobody retrieves, and callbacks to a closed event loop. The failure itself is reported.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+    def report(fault: Any) -> None:
+        if str(fault.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(fault)
+
+    sys.unraisablehook = report

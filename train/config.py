@@ -67,6 +67,8 @@ class TrainConfig:
         for name, value in dataclasses.asdict(self).items():
             if not (math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))):
                 raise InputError(f"train.{name}={value} is out of range")
+        if self.seed >= 2**32:  # jax.random.key would drop the upper bits
+            raise InputError(f"train.seed={self.seed} is not below 2^32")
         if self.batch_size % self.accumulation:
             raise InputError(f"train.batch_size={self.batch_size} is not a multiple of {self.accumulation=}")
 
@@ -143,6 +145,8 @@ def resolve(config: Any) -> Settings:
         optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or train.steps)
         recipe, name = resolve_recipe(config.quant)
         resolve_impl(config.quant.impl)
+        if any(type(pattern) is not str for pattern in config.quant.exempt):
+            raise InputError(f"quant.exempt={config.quant.exempt} must hold path patterns")
         numerics = Numerics(recipe, tuple(config.quant.exempt), config.quant.impl, config.quant.strict)
         settings = Settings(
             LlamaConfig(**sections["model"]),
@@ -153,7 +157,7 @@ def resolve(config: Any) -> Settings:
             numerics,
             name,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError) as error:  # OSError: there was no config file to read
         raise InputError(f"config: {error}") from None
     _check_together(settings)
     return settings
@@ -191,7 +195,7 @@ def from_json_dict(stored: dict[str, Any]) -> Settings:
             numerics,
             quant["recipe"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"config.json does not hold a config of this version: {error}") from None
 
 

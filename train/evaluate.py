@@ -8,6 +8,7 @@ line of stdout is a JSON object with step, val_loss, perplexity, tokens and reci
 import dataclasses
 import math
 import pathlib
+import sys
 
 from absl import flags
 
@@ -31,8 +32,7 @@ def main() -> int:
     stored = checkpoint.read_config(workdir)
     if stored is None or not (workdir / "checkpoints").is_dir():
         raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
-    fingerprint = stored.pop("run", {}).get("data_fingerprint")
-    settings = config.from_json_dict(stored)
+    settings, fingerprint = config.from_json_dict(stored), checkpoint.data_fingerprint(stored)
     if RECIPE.value is not None:
         try:
             numerics = dataclasses.replace(settings.numerics, recipe=recipes.get(RECIPE.value))
@@ -47,6 +47,8 @@ def main() -> int:
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
     mesh = sharding.make_mesh(sharding.MeshConfig())
+    fsdp = settings.model.d_model % mesh.shape["data"] == 0  # any number of devices will do
+    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(fsdp=fsdp))
     checkpoints = checkpoint.Checkpoints(workdir)
     at = STEP.value if STEP.value is not None else checkpoints.latest()
     if at is None:
@@ -64,9 +66,11 @@ def main() -> int:
         loss = step.validation_loss(eval_step, mesh, state, batches)
     except ValueError as error:
         raise InputError(f"recipe {settings.recipe_name}: {error}") from None
-    cli.print_result(
-        {"step": at, "val_loss": loss, "perplexity": math.exp(loss), "tokens": run["tokens"], "recipe": settings.recipe_name}
-    )
+    if not math.isfinite(loss):
+        print(f"stopped by a guard: step {at}: validation loss is {loss}", file=sys.stderr)
+        return cli.GUARD
+    result = {"step": at, "val_loss": loss, "perplexity": cli.perplexity(loss), "tokens": run["tokens"]}
+    cli.print_result({**result, "recipe": settings.recipe_name})
     return cli.DONE
 
 

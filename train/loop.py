@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from fp4jax.recipe import Recipe
 from train import config, data, sharding, step
-from train.checkpoint import Checkpoints, read_config
+from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest
 from train.config import Settings
 from train.errors import InputError
@@ -27,7 +28,7 @@ PROFILED_STEPS = (3, 6)  # counted from the run's first step: compiled, warm
 
 
 class GuardError(Exception):
-    """The run stopped because a loss or gradient was not finite."""
+    """The run stopped because a loss, a gradient or the state was not finite."""
 
 
 class Result(NamedTuple):
@@ -45,22 +46,22 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     an existing workdir does not fit.
     """
     stored, new = read_config(workdir), settings.to_dict()
-    if stored is None and (workdir / "checkpoints").exists():
-        raise InputError(f"{workdir} has checkpoints but no config.json: not a workdir of this program")
-    changed = config.differences({k: v for k, v in (stored or new).items() if k != "run"}, new)
+    strays = [name for name in ("census.json", "metrics.jsonl", "checkpoints") if (workdir / name).exists()]
+    if stored is None and strays:
+        raise InputError(f"{workdir} has {strays[0]} but no config.json: not a workdir of this program")
+    changed = [] if stored is None else config.differences({k: v for k, v in stored.items() if k != "run"}, new)
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = sharding.make_mesh(settings.mesh)
     train = settings.train
-    recipe = settings.numerics.recipe
+    recipe = settings.numerics.recipe if settings.numerics.strict else Recipe()
     microbatch = train.batch_size // train.accumulation
-    if settings.numerics.strict:
-        sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len)
+    sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
-    if stored and stored["run"]["data_fingerprint"] != dataset.fingerprint:
-        raise InputError(f"{workdir} was trained on other data: {stored['run']['data_fingerprint']} ≠ {dataset.fingerprint}")
+    if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
+        raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
     try:
         census = step.census_rows(settings)
     except ValueError as error:
@@ -130,6 +131,10 @@ class Run:
                         if saves or stop.signal or self._reached_target():
                             self.save()
                         clock = time.perf_counter()
+                if stop.signal and self.done > first:  # it may have come after the last look at it
+                    if pending:
+                        self._report(*pending, clock, metrics, progress)
+                    self.save()
                 if first == self.done and not stop.signal:
                     log.info("nothing left to train: step %d of %d", self.done, train.steps)
                     if self.val_loss is None:
@@ -176,6 +181,9 @@ class Run:
         log.info("step %d  validation loss %.4f", self.done, self.val_loss)
 
     def save(self) -> None:
+        if not step.is_finite(self.state):
+            kept = self.checkpoints.latest()
+            raise GuardError(f"step {self.done}: the state is not finite; the newest checkpoint is that of step {kept}")
         self.checkpoints.save(
             self.done,
             self.state,

@@ -5,7 +5,6 @@ of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe; e
 """
 
 import logging
-import math
 import pathlib
 import sys
 
@@ -22,16 +21,16 @@ PROFILE = flags.DEFINE_bool("profile", False, "Trace three warm steps to WORKDIR
 
 
 def main() -> int:
-    from train import config, loop  # after the flags were read: importing jax and orbax takes seconds
-
     if CONFIG.value is None:
         raise InputError("--config=FILE[:ARGUMENT] is missing, for instance --config=configs/tiny_cpu.py")
+    from train import config, loop  # after the flags were read: importing jax and orbax takes seconds
+
     settings = config.resolve(CONFIG.value)
     workdir = pathlib.Path(WORKDIR.value or default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
     stop = cli.StopRequest()
     dataset, mesh, census = loop.prepare(settings, workdir)
+    run = loop.Run(settings, workdir, dataset, mesh)  # restores first: a damaged checkpoint is one line on stderr
     report.print_start(settings, workdir, dataset, mesh, census)
-    run = loop.Run(settings, workdir, dataset, mesh)
     try:
         result = run.train(stop, profile=PROFILE.value)
     except loop.GuardError as error:
@@ -43,7 +42,7 @@ def main() -> int:
         {
             "step": result.step,
             "val_loss": result.val_loss,
-            "perplexity": None if result.val_loss is None else math.exp(result.val_loss),
+            "perplexity": cli.perplexity(result.val_loss),
             "tokens": result.step * run.tokens_per_step,
             "recipe": settings.recipe_name,
         }

@@ -42,10 +42,14 @@ class Metrics:
 def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl; a last line cut short by a kill is dropped, a missing file has none."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
             log.warning("%s: dropped a broken line", path)
     return rows
 

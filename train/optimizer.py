@@ -1,13 +1,14 @@
 """AdamW with linear warm-up and cosine decay, global-norm clipping, and weight decay on matrices only."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import optax
 
 from train.errors import InputError, check_types
+
+_MAX_FLOAT32 = float(jax.numpy.finfo(jax.numpy.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class OptimizerConfig:
     def __post_init__(self):
         check_types("optimizer", self)
         for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(f"optimizer.{name}={value} must be finite and not negative")
+            if not 0 <= value <= _MAX_FLOAT32:
+                raise InputError(f"optimizer.{name}={value} must be finite in float32 and not negative")
         if self.peak_lr == 0 or self.eps == 0:
             raise InputError(f"optimizer.peak_lr={self.peak_lr} and optimizer.eps={self.eps} must be positive")
         if self.end_lr > self.peak_lr:

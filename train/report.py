@@ -16,7 +16,7 @@ def print_start(
     settings: Settings, workdir: pathlib.Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, census: list[dict[str, Any]]
 ) -> None:
     """Print model, data, mesh, recipe and census to stderr."""
-    console = rich.console.Console(stderr=True, highlight=False)
+    console = rich.console.Console(stderr=True, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 200  # a log file: no wrapping
     recipe = settings.numerics.recipe
@@ -25,7 +25,7 @@ def print_start(
     console.print(f"model    {llama.num_params(settings.model):,} parameters, {settings.model.dtype}")
     console.print(f"data     {settings.data.source}, {len(dataset.train_tokens):,} + {len(dataset.val_tokens):,} tokens")
     console.print(f"mesh     {axes} on {jax.devices()[0].device_kind}")
-    console.print(f"recipe   {settings.recipe_name} [{recipe.digest()}]{emulated}", markup=False)
+    console.print(f"recipe   {settings.recipe_name} [{recipe.digest()}]{emulated}")
     console.print(f"workdir  {workdir}")
     console.print(census_table(census))
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp4jax import bits
 from fp4jax.numerics import Numerics, census
-from fp4jax.recipe import GEMMS, round_to_nearest
+from fp4jax.recipe import GEMMS, Recipe, round_to_nearest
 from models import llama
 from train import optimizer, sharding
 from train.config import Settings
@@ -51,6 +51,26 @@ def _init_and_shardings(settings: Settings, mesh: Mesh):
         return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
 
     return init, sharding.state_shardings(mesh, jax.eval_shape(init), fsdp=settings.mesh.fsdp)
+
+
+@jax.jit
+def is_finite(state: TrainState) -> jax.Array:
+    """Return whether every parameter and moment is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(state)]))
+
+
+@jax.jit
+def checksum(state: TrainState) -> jax.Array:
+    """Return Σ word · mix(position)|1 mod 2³² over the state's 32-bit words: no single flipped bit leaves it unchanged.
+
+    Integer sums do not depend on their order, so the result is the same on every mesh.
+    """
+    total = jnp.uint32(0)
+    for i, x in enumerate(jax.tree.leaves(state)):
+        words = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1, x.shape[-1] if x.ndim else 1)
+        weights = bits.random_bits(bits.step_key(0, i), words.shape) | 1
+        total += jnp.sum(words * weights, dtype=jnp.uint32)
+    return total
 
 
 def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
@@ -92,7 +112,7 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         loss, grads = gradient(state.params, tokens_BT1, key)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"train_loss": loss, "grad_norm": optax.global_norm(grads), "lr": schedule(state.step)}
+        metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     shardings = sharding.state_shardings(mesh, jax.eval_shape(_init_and_shardings(settings, mesh)[0]), fsdp=settings.mesh.fsdp)
@@ -109,12 +129,12 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     """Return the jitted (params, tokens_BT1, first_row, step) → nll_BT float32, nats per token.
 
     Each sequence is evaluated by itself, so per-tensor scales are taken per sequence and the result does not depend on the
-    batch. Casts round to nearest and random signs are those of step 0; `stochastic` keeps the recipe's own rounding and the
-    signs of `step`. first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
+    batch. Only fprop runs, so a sequence need not divide into wgrad's blocks. Casts round to nearest and random signs are
+    those of step 0; `stochastic` keeps the recipe's own rounding and the signs of `step`.
+    first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
     """
-    numerics = settings.numerics
-    if not stochastic:
-        numerics = dataclasses.replace(numerics, recipe=round_to_nearest(numerics.recipe))
+    recipe = settings.numerics.recipe if stochastic else round_to_nearest(settings.numerics.recipe)
+    numerics = dataclasses.replace(settings.numerics, recipe=Recipe(fprop=recipe.fprop))
     model = llama.Llama(settings.model, numerics.dot)
 
     def eval_step(params, tokens_BT1, first_row, step):

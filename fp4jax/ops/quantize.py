@@ -110,7 +110,7 @@ def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
 
 
 def _distinct_under_vmap(draw):
-    """Return draw(x, words, row_offset) with a batching rule that folds the batch index into `words` where only x is batched."""
+    """Return `draw(x, words, row_offset)` with a batching rule: where only x is batched, the batch index enters `words`."""
     custom = jax.custom_batching.custom_vmap(draw)
 
     @custom.def_vmap

@@ -1,0 +1,191 @@
+"""Checkpoints: exact round trips, also to another mesh, and every kind of damage refused in one line."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from helpers import NoStop, leaves, settings, share_programs, snapshot, train, write_corpus
+
+from train import checkpoint, loop, sharding, step
+from train.errors import InputError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _share():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_programs(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A finished run of two steps, both saved: (settings, workdir)."""
+    directory = tmp_path_factory.mktemp("saved")
+    s = settings(
+        write_corpus(directory), quant__recipe="none", train__steps=2, train__checkpoint_every=1, optimizer__warmup_steps=1
+    )
+    train(s, directory / "run")
+    return s, directory / "run"
+
+
+def restore(s, workdir, at=None):
+    checkpoints = checkpoint.Checkpoints(workdir)
+    try:
+        return checkpoints.restore(
+            checkpoints.latest() if at is None else at, step.abstract_state(s, sharding.make_mesh(s.mesh))
+        )
+    finally:
+        checkpoints.close()
+
+
+def test_what_a_checkpoint_says(saved):
+    s, workdir = saved
+    state, run = restore(s, workdir, 1)
+    assert int(state.step) == run["step"] == 1
+    assert run["tokens"] == 8 * 32
+    assert (run["recipe"], run["recipe_digest"]) == ("none", s.numerics.recipe.digest())
+    assert set(run["versions"]) == set(checkpoint.VERSIONS)
+
+
+@pytest.mark.parametrize(("data", "model", "fsdp"), [(4, 2, True), (8, 1, False)])
+def test_another_mesh_restores_the_same_bits(saved, data, model, fsdp):
+    s, workdir = saved
+    here, _ = restore(s, workdir)
+    other = dataclasses.replace(s, mesh=sharding.MeshConfig(data=data, model=model, fsdp=fsdp))
+    there, _ = restore(other, workdir)
+    jax.tree.map(np.testing.assert_array_equal, leaves(here), leaves(there))
+    wanted = jax.tree.leaves(step.abstract_state(other, sharding.make_mesh(other.mesh)))
+    assert [x.sharding for x in jax.tree.leaves(there)] == [x.sharding for x in wanted]
+
+
+def test_a_step_that_is_not_there(saved):
+    with pytest.raises(InputError, match=r"no checkpoint of step 7.*\[1, 2\]"):
+        restore(*saved, at=7)
+
+
+def test_keep_checkpoints(saved, tmp_path):
+    s, _ = saved
+    train(dataclasses.replace(s, train=dataclasses.replace(s.train, keep_checkpoints=1)), tmp_path / "run")
+    checkpoints = checkpoint.Checkpoints(tmp_path / "run")
+    assert checkpoints.steps() == [2]
+    checkpoints.close()
+
+
+# ---- Damage ----
+
+
+def biggest(directory):
+    return max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def edit_run(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGE = {
+    "state missing": lambda d: shutil.rmtree(d / "state"),
+    "run missing": lambda d: shutil.rmtree(d / "run"),
+    "run cut": lambda d: cut(d / "run" / "metadata"),
+    "run garbage": lambda d: (d / "run" / "metadata").write_bytes(b"\x00garbage" * 9),
+    "run of another program": lambda d: (d / "run" / "metadata").write_text('{"step": 2}'),
+    "run a list": lambda d: (d / "run" / "metadata").write_text("[2]"),
+    "run edited": lambda d: edit_run(d / "run" / "metadata", iterator={"next_index": 5}),
+    "step of another": lambda d: shutil.copy(d.parent / "1" / "run" / "metadata", d / "run" / "metadata"),
+    "state of another": lambda d: (shutil.rmtree(d / "state"), shutil.copytree(d.parent / "1" / "state", d / "state")),
+    "tree missing": lambda d: (d / "state" / "_METADATA").unlink(),
+    "tree cut": lambda d: cut(d / "state" / "_METADATA"),
+    "manifest missing": lambda d: (d / "state" / "manifest.ocdbt").unlink(),
+    "manifest cut": lambda d: cut(d / "state" / "manifest.ocdbt"),
+    "arrays missing": lambda d: biggest(d).unlink(),
+    "arrays cut": lambda d: cut(biggest(d)),
+    "arrays garbage": lambda d: biggest(d).write_bytes(b"\x00garbage" * 9),
+    **{f"arrays bit {n}": lambda d, n=n: flip(biggest(d), n * 99_991) for n in range(8)},
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops tasks when it fails
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(saved, tmp_path, damage):
+    s, workdir = saved
+    copy = tmp_path / "run"
+    shutil.copytree(workdir, copy)
+    damage(copy / "checkpoints" / "2")
+    before = snapshot(copy)
+    with pytest.raises(InputError, match=r"checkpoints/2 (cannot be read|is damaged)"):
+        train(s, copy)
+    assert snapshot(copy) == before
+    state, _ = restore(s, copy, 1)  # the one before it is untouched
+    assert int(state.step) == 1
+
+
+# ---- The guard ----
+
+
+class Poison:
+    """Wraps a train step; after `at` steps the weights, the moments or the loss are NaN."""
+
+    def __init__(self, real, at, where):
+        self.real, self.at, self.where = real, at, where
+
+    def __call__(self, state, batch):
+        state, figures = self.real(state, batch)
+        if int(state.step) == self.at:
+            if self.where == "loss":
+                figures = {**figures, "train_loss": figures["train_loss"] * np.nan}
+            elif self.where == "weights":
+                state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+            else:
+                state = state._replace(opt_state=jax.tree.map(lambda x: x * np.inf if x.ndim else x, state.opt_state))
+        return state, figures
+
+
+@pytest.mark.parametrize("where", ["loss", "weights", "moments"])
+def test_a_poisoned_step_stops_the_run_and_is_not_saved(saved, tmp_path, monkeypatch, where):
+    s, _ = saved
+    real = step.make_train_step
+    monkeypatch.setattr(step, "make_train_step", lambda *a: Poison(real(*a), 2, where))
+    with pytest.raises(loop.GuardError, match=r"step 2.*newest checkpoint is that of step 1"):
+        train(dataclasses.replace(s, train=dataclasses.replace(s.train, eval_every=0, steps=3)), tmp_path / "run")
+    checkpoints = checkpoint.Checkpoints(tmp_path / "run")
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+    state, _ = restore(s, tmp_path / "run")
+    assert step.is_finite(state)
+
+
+def test_a_poisoned_validation_loss_stops_the_run(saved, tmp_path, monkeypatch):
+    s, _ = saved
+    monkeypatch.setattr(step, "validation_loss", lambda *_: float("nan"))
+    with pytest.raises(loop.GuardError, match="step 2: validation loss is nan"):
+        train(s, tmp_path / "run")
+
+
+# ---- Stopping ----
+
+
+@pytest.mark.parametrize("looks", range(1, 7))
+def test_a_signal_at_any_moment_leaves_a_checkpoint_of_the_step_reached(saved, tmp_path, looks):
+    """The request turns true at its n-th look, as if the signal had come just before it."""
+    s, _ = saved
+    s = dataclasses.replace(s, train=dataclasses.replace(s.train, steps=9, checkpoint_every=0))
+    count = iter(range(1, 1000))
+    result = train(s, tmp_path / "run", NoStop(lambda: next(count) >= looks))
+    assert result.stopped
+    checkpoints = checkpoint.Checkpoints(tmp_path / "run")
+    assert checkpoints.latest() == (result.step or None)
+    checkpoints.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, result.step + 1))

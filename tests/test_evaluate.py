@@ -1,0 +1,223 @@
+"""Evaluation: the token-weighted mean of a padded split, whatever the batch and the devices, in the run's or another recipe."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from helpers import compiled_step, initial_state, rows, run, settings, share_programs, snapshot, train, write_corpus
+
+from fp4jax import recipes
+from models import llama
+from train import cli, config, data, evaluate, sharding, step
+from train.errors import InputError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _share():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_programs(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of an FP4 recipe with stochastic rounding and a ragged validation split: (settings, workdir)."""
+    directory = tmp_path_factory.mktemp("trained")
+    s = settings(
+        write_corpus(directory),
+        quant__recipe="mxfp4_sr",
+        train__steps=4,
+        data__max_val_sequences=0,
+        train__eval_every=2,
+        train__checkpoint_every=2,
+    )
+    train(s, directory / "run")
+    return s, directory / "run"
+
+
+def run_evaluate(capsys, workdir, **options):
+    """Call the entry point in this process; return its JSON object."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    values = {"workdir": str(workdir), "step": None, "recipe": None, "stochastic": False, "batch_size": None, **options}
+    with flagsaver.flagsaver(**values):
+        code = evaluate.main()
+    out = capsys.readouterr().out.splitlines()
+    assert (code, len(out)) == (cli.DONE, 1)
+    return json.loads(out[0])
+
+
+# ---- The entry point ----
+
+
+def test_it_repeats_the_last_validation_loss_of_training(trained, capsys):
+    s, workdir = trained
+    before = snapshot(workdir)
+    result = run_evaluate(capsys, workdir)
+    assert set(result) == {"step", "val_loss", "perplexity", "tokens", "recipe"}
+    assert (result["step"], result["tokens"], result["recipe"]) == (4, 4 * 8 * 32, "mxfp4_sr")
+    assert result["val_loss"] == pytest.approx(rows(workdir)[-1]["val_loss"], rel=1e-6)
+    assert result["perplexity"] == pytest.approx(np.exp(result["val_loss"]))
+    assert snapshot(workdir) == before
+    assert s.recipe_name == "mxfp4_sr"
+
+
+def test_an_earlier_step(trained, capsys):
+    _, workdir = trained
+    (row,) = [r for r in rows(workdir) if r["step"] == 2 and "val_loss" in r]
+    result = run_evaluate(capsys, workdir, step=2)
+    assert result["step"] == 2
+    assert result["val_loss"] == pytest.approx(row["val_loss"], rel=1e-6)
+
+
+def test_another_recipe_and_stochastic_rounding_change_the_result(trained, capsys):
+    _, workdir = trained
+    own = run_evaluate(capsys, workdir)["val_loss"]
+    plain = run_evaluate(capsys, workdir, recipe="none")
+    assert plain["recipe"] == "none"
+    stochastic = run_evaluate(capsys, workdir, stochastic=True)["val_loss"]
+    assert len({own, plain["val_loss"], stochastic}) == 3
+    # The nearest value is that of the recipe without stochastic rounding.
+    assert run_evaluate(capsys, workdir, recipe="mxfp4")["val_loss"] == own
+    assert own == pytest.approx(stochastic, rel=0.02)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_batch_size_does_not_change_the_result(trained, capsys, stochastic):
+    _, workdir = trained
+    one, other = (run_evaluate(capsys, workdir, batch_size=b, stochastic=stochastic)["val_loss"] for b in (8, 24))
+    assert other == pytest.approx(one, rel=1e-6)
+
+
+def test_the_number_of_devices_does_not_change_the_result(trained, capsys):
+    """This process has 8 devices; the subprocesses have one, and three, which do not divide the model's width."""
+    _, workdir = trained
+    here = run_evaluate(capsys, workdir)
+    for devices in (1, 3):
+        code, out, err = run("train.evaluate", f"--workdir={workdir}", "--batch_size=5", devices=devices)
+        assert (code, len(out)) == (cli.DONE, 1), err
+        there = json.loads(out[0])
+        assert there.pop("val_loss") == pytest.approx(here["val_loss"], rel=1e-6)
+        assert (there["step"], there["tokens"], there["recipe"]) == (4, here["tokens"], here["recipe"])
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workdir": ""}, "--workdir"),
+        ({"workdir": "/nowhere"}, "not the workdir"),
+        ({"workdir": "/etc/passwd"}, "cannot be read"),
+        ({"step": 3}, r"no checkpoint of step 3.*\[2, 4\]"),
+        ({"step": -1}, "no checkpoint of step -1"),
+        ({"recipe": "mxfp5"}, "unknown recipe 'mxfp5'"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_bad_flags(trained, capsys, options, message):
+    before = snapshot(trained[1])
+    with pytest.raises(InputError, match=message):
+        run_evaluate(capsys, options.pop("workdir", trained[1]), **options)
+    assert snapshot(trained[1]) == before
+
+
+def test_other_data_a_missing_corpus_and_a_damaged_config(trained, capsys, tmp_path):
+    _, workdir = trained
+    shutil.copytree(workdir, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    other = write_corpus(tmp_path, seed=1)
+    for change, message in [
+        ({"data": {**stored["data"], "files": str(other)}}, "changed"),
+        ({"data": {**stored["data"], "files": "/nowhere/*.txt"}}, "no file matches"),
+        ({"run": None}, "changed"),
+        ({"quant": {**stored["quant"], "resolved": None}}, "config.json"),
+        ({"model": {**stored["model"], "d_model": "x"}}, "config.json"),
+        ({"model": {**stored["model"], "d_ff": 96}}, "cannot be read"),
+    ]:
+        path.write_text(json.dumps({**stored, **change}))
+        with pytest.raises(InputError, match=message):
+            run_evaluate(capsys, tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_exits_with_3(trained, capsys, monkeypatch):
+    monkeypatch.setattr(step, "validation_loss", lambda *_: float("nan"))
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(workdir=str(trained[1]), step=None, recipe=None, stochastic=False, batch_size=None):
+        assert evaluate.main() == cli.GUARD
+    assert capsys.readouterr().out == ""
+
+
+# ---- The loss ----
+
+
+def batches(s, dataset, size):
+    return data.val_batches(dataset, seq_len=s.data.seq_len, batch_size=size, max_sequences=s.data.max_val_sequences)
+
+
+def test_the_loss_is_the_mean_over_real_tokens(trained):
+    """Against the logits of every window, one at a time, cut to its real tokens."""
+    s, _ = trained
+    s = dataclasses.replace(s, numerics=dataclasses.replace(s.numerics, recipe=recipes.get("none")))
+    dataset, mesh = data.load(s.data), sharding.make_mesh(s.mesh)
+    state = initial_state(s, mesh)
+    forward = jax.jit(lambda params, tokens: llama.Llama(s.model).apply({"params": params}, tokens))
+    total, stream = 0.0, dataset.val_tokens.astype(np.int32)
+    assert (len(stream) - 1) % s.data.seq_len, "the last window must be padded"
+    for start in range(0, len(stream) - 1, s.data.seq_len):
+        window = stream[start : start + s.data.seq_len + 1]
+        padded = np.pad(window, (0, s.data.seq_len + 1 - len(window)))
+        logits = np.asarray(forward(state.params, padded[None, :-1]), np.float64)[0, : len(window) - 1]
+        total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(window) - 1), window[1:]]).sum()
+    for size in (8, 5):
+        loss = step.validation_loss(step.make_eval_step(s, mesh), mesh, state, batches(s, dataset, size))
+        assert loss == pytest.approx(total / (len(stream) - 1), rel=1e-6)
+
+
+def test_without_a_batch_the_loss_is_unknown(trained):
+    s, _ = trained
+    mesh, _ = compiled_step(s)
+    assert np.isnan(step.validation_loss(step.make_eval_step(s, mesh), mesh, initial_state(s, mesh), iter(())))
+
+
+def test_per_tensor_scales_are_taken_per_sequence(trained):
+    s, _ = trained
+    s = dataclasses.replace(s, numerics=dataclasses.replace(s.numerics, recipe=recipes.get("fp8_current")))
+    dataset, mesh = data.load(s.data), sharding.make_mesh(s.mesh)
+    losses = [
+        step.validation_loss(step.make_eval_step(s, mesh), mesh, initial_state(s, mesh), batches(s, dataset, b)) for b in (1, 8)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_evaluation_compiles_once(trained):
+    s, _ = trained
+    dataset, mesh = data.load(s.data), sharding.make_mesh(s.mesh)
+    eval_step = step.make_eval_step(
+        dataclasses.replace(s, numerics=dataclasses.replace(s.numerics, recipe=recipes.get("bf16"))), mesh
+    )
+    for size in (8, 8):
+        step.validation_loss(eval_step, mesh, initial_state(s, mesh), batches(s, dataset, size))
+    assert eval_step._cache_size() == 1
+
+
+def test_a_sequence_shorter_than_a_token_block_is_evaluated(tmp_path):
+    """wgrad's blocks run over the tokens of a batch; evaluation has no wgrad, so 16 positions are enough."""
+    s = settings(write_corpus(tmp_path), quant__recipe="mxfp4", data__seq_len=16, data__max_val_sequences=4)
+    mesh = sharding.make_mesh(s.mesh)
+    loss = step.validation_loss(step.make_eval_step(s, mesh), mesh, initial_state(s, mesh), batches(s, data.load(s.data), 4))
+    assert loss == pytest.approx(np.log(256), rel=0.05)
+
+
+def test_settings_of_a_workdir_are_those_of_the_run(trained):
+    s, workdir = trained
+    stored = json.loads((workdir / "config.json").read_text())
+    assert config.from_json_dict(stored) == s

@@ -1,0 +1,176 @@
+"""Numerics of a model: which recipe a layer follows, exemptions, the census, and keys that differ wherever they should."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fp4jax import bits, dot, quantized_dot_general, recipes
+from fp4jax.numerics import Numerics, census
+from fp4jax.recipe import GEMMS
+
+DN = (((1,), (0,)), ((), ()))
+KEY = bits.step_key(0, 0)
+PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves the compile time
+
+
+def gradients(f):
+    return jit(jax.grad(lambda x, w: (f(x, w, DN) ** 2).sum(), (0, 1)))(X, W)
+
+
+def model(numerics, shape=(64, 64, 64), layers=2):
+    m, k, n = shape
+    x = jnp.ones((m, k))
+    for layer in range(layers):
+        for path in ("attn/q", "mlp/up"):
+            numerics.dot(path, layer, KEY)(x, jnp.ones((k, n)), DN)
+    return numerics.dot("lm_head", None, KEY)(x, jnp.ones((k, n)), DN)
+
+
+def test_census_has_one_row_per_module_and_gemm():
+    rows = census(Numerics(recipes.get("mxfp4_h16_wgrad")), model)
+    assert [(r["module"], r["gemm"]) for r in rows] == [
+        (m, g) for m in ("layers/0/attn/q", "layers/0/mlp/up", "layers/1/attn/q", "layers/1/mlp/up", "lm_head") for g in GEMMS
+    ]
+    mx = "mxfp4.1x32.even.rne"
+    assert rows[2] == {
+        "module": "layers/0/attn/q",
+        "gemm": "wgrad",
+        "lhs": mx,
+        "rhs": mx,
+        "rotation": "H16d",
+        "impl": "reference",
+        "exempt": "",
+    }
+    assert rows[0]["rotation"] == "-"
+    assert rows[-1] == {
+        "module": "lm_head",
+        "gemm": "wgrad",
+        "lhs": "none",
+        "rhs": "none",
+        "rotation": "-",
+        "impl": "lax",
+        "exempt": "exempt='lm_head' in the config",
+    }
+
+
+def test_census_of_scanned_blocks_shares_a_name_and_only_traces():
+    def scanned(numerics):
+        def body(x, layer):
+            jax.debug.callback(lambda: pytest.fail("executed"))
+            return numerics.dot("attn/q", layer, KEY)(x, W, DN), None
+
+        return lax.scan(body, X, jnp.arange(3))
+
+    rows = census(Numerics(recipes.get("mxfp4_sr")), scanned)
+    assert [r["module"] for r in rows] == ["layers/*/attn/q"] * 3
+
+
+def test_census_shows_every_exemption_even_where_a_module_runs_in_two_shapes():
+    def two_shapes(numerics):
+        numerics.dot("attn/q", 0, KEY)(jnp.ones((64, 64)), jnp.ones((64, 64)), DN)
+        numerics.dot("attn/q", 0, KEY)(jnp.ones((40, 64)), jnp.ones((64, 64)), DN)
+
+    rows = census(Numerics(recipes.get("mxfp4"), strict=False), two_shapes)
+    assert any("40" in r["exempt"] for r in rows if r["gemm"] == "wgrad")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "exempted"),
+    [
+        ((), ()),
+        (("lm_head",), ("lm_head",)),
+        (("mlp/*",), ("mlp/up",)),
+        (("*/q", "lm_*"), ("attn/q", "lm_head")),
+        (("*",), ("attn/q", "mlp/up", "lm_head")),
+        (("q", "head"), ()),
+    ],
+)
+def test_exempt_patterns_match_paths(patterns, exempted):
+    rows = census(Numerics(recipes.get("mxfp4"), exempt=patterns), model)
+    for row in rows:
+        path = row["module"].split("/", 2)[-1] if row["module"].startswith("layers/") else row["module"]
+        assert bool(row["exempt"]) == (row["impl"] == "lax") == (row["lhs"] == "none") == (path in exempted)
+        if row["exempt"]:
+            assert any(f"exempt={p!r}" in row["exempt"] for p in patterns)
+
+
+def test_an_exempt_layer_is_the_program_of_lax():
+    lower = lambda f: jax.jit(lambda x, w: f(x, w, DN)).lower(X, W).as_text()  # noqa: E731
+    exempt = Numerics(recipes.get("mxfp4_sr"), exempt=("attn/*",)).dot("attn/q", 0, KEY)
+    assert lower(exempt) == lower(lax.dot_general) == lower(Numerics(recipes.get("none")).dot("attn/q", 0))
+
+
+def test_strict_refuses_a_ragged_layer_and_the_opposite_exempts_the_gemm_with_a_reason():
+    shape = (64, 64, 40)
+    with pytest.raises(ValueError, match="dgrad: contraction length 40 is not a multiple of 32"):
+        census(Numerics(recipes.get("mxfp4")), lambda n: model(n, shape))
+    rows = census(Numerics(recipes.get("mxfp4"), strict=False), lambda n: model(n, shape))
+    for row in rows:
+        if row["module"] == "lm_head":
+            continue
+        if row["gemm"] == "dgrad":
+            assert (row["impl"], row["lhs"], row["exempt"]) == ("lax", "none", "contraction length 40 is not a multiple of 32")
+        else:
+            assert (row["impl"], row["lhs"], row["exempt"]) == ("reference", "mxfp4.1x32.even.rne", "")
+    loose = Numerics(recipes.get("mxfp4"), strict=False).dot("attn/q", 0)
+    dy = np.random.default_rng(2).normal(size=(64, 40)).astype(np.float32)
+    dx = jax.vjp(lambda x: loose(x, W[:, :40], DN), X)[1](dy)[0]
+    np.testing.assert_allclose(dx, dy @ W[:, :40].T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_is_the_dot_with_the_key_of_its_path_and_index():
+    recipe = recipes.get("mxfp4_sr")
+    for path, layer in (("attn/q", 3), ("mlp/down", None)):
+        words = (jnp.uint32(bits.path_word(path)), *(() if layer is None else (layer,)))
+        key = bits.fold_in(KEY, *words)
+        direct = lambda x, w, dn, key=key: quantized_dot_general(x, w, dn, recipe=recipe, key=key)  # noqa: E731
+        for a, b in zip(gradients(Numerics(recipe).dot(path, layer, KEY)), gradients(direct), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_the_layer_as_a_python_int_and_as_a_traced_one_give_the_same_bits():
+    hook = Numerics(recipes.get("mxfp4_sr"))
+    traced = jit(jax.grad(lambda x, w, i: (hook.dot("attn/k", i, KEY)(x, w, DN) ** 2).sum(), (0, 1)))
+    for layer in (0, 31):
+        for a, b in zip(gradients(hook.dot("attn/k", layer, KEY)), traced(X, W, jnp.int32(layer)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["mxfp4_sr", "mxfp4_rht16"])
+def test_draws_differ_by_layer_path_seed_and_step(name):
+    hook = Numerics(recipes.get(name))
+    f = jax.jit(lambda path_word, layer, key: quantized_dot_general(
+        X, W, DN, recipe=hook.recipe, key=bits.fold_in(key, path_word, layer)))  # fmt: skip
+    outs = [np.asarray(hook.dot(p, i, KEY)(X, W, DN)) for p, i in itertools.product(PATHS[:3], (0, 1))]
+    outs += [np.asarray(hook.dot("attn/q", None, KEY)(X, W, DN))]
+    outs += [np.asarray(f(jnp.uint32(bits.path_word("attn/q")), 0, bits.step_key(s, t))) for s, t in ((0, 1), (1, 0), (1, 1))]
+    for a, b in itertools.combinations(outs, 2):
+        assert (a != b).mean() > 0.5
+    assert len({bits.path_word(p) for p in (*PATHS, "lm_head")}) == 8
+
+
+def test_missing_key_and_unknown_implementation_raise():
+    with pytest.raises(ValueError, match="key="):
+        Numerics(recipes.get("mxfp4_sr")).dot("attn/q", 0)(X, W, DN)
+    for recipe, path in itertools.product(("mxfp4", "none"), ("attn/q", "lm_head")):
+        with pytest.raises(ValueError, match="impl='cuda'"):
+            Numerics(recipes.get(recipe), impl="cuda").dot(path, 0)(X, W, DN)
+
+
+def test_observe_is_called_for_every_gemm_of_every_traced_dot():
+    rows = []
+    hook = Numerics(recipes.get("mxfp4"), observe=rows.append)
+    f = jax.jit(lambda x: hook.dot("attn/q", 0)(x, W, DN))
+    f(X)
+    f(X)
+    assert [r["gemm"] for r in rows] == list(GEMMS)
+    assert {r["impl"] for r in rows} == {dot.resolve_impl("auto")}

@@ -1,0 +1,289 @@
+"""Recipes: the published ladder operand by operand, validation, overrides, round trips, digests; imports point down only."""
+
+import ast
+import dataclasses
+import itertools
+import pathlib
+
+import pytest
+
+from fp4jax import GemmSpec, OperandSpec, Recipe, Rotation, formats, recipe, recipes
+
+E4M3, E5M2 = "fp8_e4m3.tensor.amax.rne", "fp8_e5m2.tensor.amax.rne"
+M, MSR = "mxfp4.1x32.even.rne", "mxfp4.1x32.even.sr"
+FP8_ROWS = {"fprop": (E4M3, E4M3, "-"), "dgrad": (E5M2, E4M3, "-"), "wgrad": (E4M3, E5M2, "-")}
+
+
+def rows(fprop, dgrad=None, wgrad=None):
+    """Return one row per GEMM; None stands for FP8."""
+    return {g: row or FP8_ROWS[g] for g, row in zip(recipe.GEMMS, (fprop, dgrad, wgrad), strict=True)}
+
+
+# What each operand is, in the order x·w, dy·w, x·dy.
+LADDER = {
+    "none": rows(*[("none", "none", "-")] * 3),
+    "bf16": rows(*[("bf16", "bf16", "-")] * 3),
+    "fp8_current": FP8_ROWS,
+    "mxfp4_fprop": rows((M, M, "-")),
+    "mxfp4_fprop_dgrad": rows((M, M, "-"), (M, M, "-")),
+    "mxfp4": rows((M, M, "-"), (M, M, "-"), (M, M, "-")),
+    "mxfp4_fprop_sr": rows((MSR, MSR, "-")),
+    "mxfp4_fprop_dgrad_sr": rows((MSR, MSR, "-"), (MSR, MSR, "-")),
+    "mxfp4_sr": rows((MSR, MSR, "-"), (MSR, MSR, "-"), (MSR, MSR, "-")),
+    "mxfp4_sr_grad": rows((M, M, "-"), (MSR, M, "-"), (M, MSR, "-")),
+    "mxfp4_fprop_rht16": rows((M, M, "H16r")),
+    "mxfp4_fprop_dgrad_rht16": rows((M, M, "H16r"), (M, M, "H16r")),
+    "mxfp4_rht16": rows((M, M, "H16r"), (M, M, "H16r"), (M, M, "H16r")),
+    "mxfp4_rht16_fixed": rows((M, M, "H16f"), (M, M, "H16f"), (M, M, "H16f")),
+    "mxfp4_h16": rows((M, M, "H16d"), (M, M, "H16d"), (M, M, "H16d")),
+    "mxfp4_h32": rows((M, M, "H32d"), (M, M, "H32d"), (M, M, "H32d")),
+    "mxfp4_h16_wgrad": rows((M, M, "-"), (M, M, "-"), (M, M, "H16d")),
+}
+RANDOM = {n for n in LADDER if n.endswith(("_sr", "_sr_grad", "_rht16"))}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_every_published_recipe_operand_by_operand(name):
+    r = recipes.get(name)
+    assert {g: tuple(map(str, (s.lhs, s.rhs, s.rotation))) for g in recipe.GEMMS for s in [getattr(r, g)]} == LADDER[name]
+    assert not any(getattr(r, g).pad for g in recipe.GEMMS)
+    assert r.needs_key == (name in RANDOM)
+    assert r.is_plain == (name == "none")
+    entry = recipes.ENTRIES[name]
+    assert entry.summary
+    assert entry.source
+    assert name in recipes.names()
+
+
+def test_all_recipes_differ_and_print():
+    contents = [recipes.get(n) for n in recipes.names()]
+    assert len(set(contents)) == len(contents)
+    assert len({r.digest() for r in contents}) == len(contents)
+    assert str(recipes.get("mxfp4_h16_wgrad")).splitlines()[2] == f"wgrad: {M} × {M} H16d"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"'mxfp4_h61'.*'mxfp4_h16'"):
+        recipes.get("mxfp4_h61")
+    with pytest.raises(ValueError, match=r"choose from .*'none'"):
+        recipes.get("zzz")
+
+
+def test_defaults_live_in_the_formats():
+    assert OperandSpec() == OperandSpec("none", 0, "none", "none")
+    assert OperandSpec("mxfp4") == OperandSpec("mxfp4", 32, "even", "rne") == OperandSpec("mxfp4", scale_rule="EVEN")
+    assert OperandSpec("fp8_e5m2") == OperandSpec("fp8_e5m2", 0, "amax", "rne")
+    assert OperandSpec("bf16") == OperandSpec("bf16", 0, "none", "rne")
+    assert Rotation(16) == Rotation(16, "deterministic")
+    assert Rotation() == Rotation(0, "none")
+    assert OperandSpec("mxfp4").element is formats.E2M1
+    assert OperandSpec("bf16").element is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OperandSpec("fp4"), "unknown format='fp4'"),
+        (lambda: OperandSpec("mxfp4", block=16), "block=16"),
+        (lambda: OperandSpec("mxfp4", block=32.0), "block=32.0"),
+        (lambda: OperandSpec("mxfp4", block="32"), "block='32'"),
+        (lambda: OperandSpec("mxfp4", block=True), "block=True"),
+        (lambda: OperandSpec("fp8_e4m3", block=32), "block=32"),
+        (lambda: OperandSpec("fp8_e4m3", block=False), "block=False"),
+        (lambda: OperandSpec("mxfp4", scale_rule="amax"), "scale_rule='amax'"),
+        (lambda: OperandSpec("mxfp4", scale_rule="round"), "scale_rule='round'"),
+        (lambda: OperandSpec("fp8_e4m3", scale_rule="even"), "scale_rule='even'"),
+        (lambda: OperandSpec("mxfp4", rounding="nearest"), "rounding='nearest'"),
+        (lambda: OperandSpec("none", rounding="sr"), "rounding='sr'"),
+        (lambda: OperandSpec("none", rounding="rne"), "rounding='rne'"),
+        (lambda: OperandSpec("bf16", rounding="sr"), "rounding='sr'"),
+        (lambda: OperandSpec("bf16", scale_rule="even"), "scale_rule='even'"),
+        (lambda: Rotation(12), "size=12"),
+        (lambda: Rotation(1), "size=1 "),
+        (lambda: Rotation(-16), "size=-16"),
+        (lambda: Rotation(16.0), "size=16.0"),
+        (lambda: Rotation(True), "size=True"),
+        (lambda: Rotation(16, "random"), "signs='random'"),
+        (lambda: Rotation(16, "none"), "signs='none'"),
+        (lambda: Rotation(0, "fixed"), "signs='fixed'"),
+        (lambda: GemmSpec(rotation=Rotation(16)), "rotation H16d"),
+        (lambda: GemmSpec(OperandSpec("bf16"), OperandSpec("bf16"), Rotation(16)), "rotation H16d"),
+        (lambda: GemmSpec(pad=True), "pad=True"),
+        (lambda: GemmSpec(OperandSpec("fp8_e4m3"), pad=True), "pad=True"),
+        (lambda: GemmSpec(OperandSpec("mxfp4"), pad=1), "pad=1"),
+    ],
+)
+def test_a_value_that_does_not_apply_raises(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_contraction_multiple_is_that_of_blocks_and_rotation():
+    mx, fp8 = OperandSpec("mxfp4"), OperandSpec("fp8_e4m3")
+    assert GemmSpec().multiple == GemmSpec(fp8, fp8).multiple == 1
+    assert GemmSpec(fp8, fp8, Rotation(16)).multiple == 16
+    assert GemmSpec(mx, fp8).multiple == GemmSpec(fp8, mx).multiple == GemmSpec(mx, mx, Rotation(16)).multiple == 32
+    assert GemmSpec(mx, mx, Rotation(64)).multiple == 64
+
+
+def test_specs_are_frozen_and_hashable():
+    r = recipes.get("mxfp4_sr")
+    assert hash(r) == hash(recipe.from_dict(r.to_dict()))
+    for node, field in ((r, "fprop"), (r.fprop, "lhs"), (r.fprop.lhs, "format"), (r.fprop.rotation, "size")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(node, field, None)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_dictionaries_round_trip(name):
+    r = recipes.get(name)
+    assert recipe.from_dict(r.to_dict()) == r
+    assert recipe.from_dict(r.to_dict()).digest() == r.digest()
+    assert dict(recipe.leaves(r))["wgrad.rhs.format"] == r.wgrad.rhs.format
+    assert len(list(recipe.leaves(r))) == 3 * (4 + 4 + 2 + 1)
+
+
+def walk(tree, prefix=()):
+    for name, value in tree.items():
+        yield (*prefix, name)
+        if isinstance(value, dict):
+            yield from walk(value, (*prefix, name))
+
+
+PATHS = list(walk(recipes.get("mxfp4").to_dict()))
+
+
+def without(tree, path):
+    head, *rest = path
+    return {k: without(v, rest) if k == head else v for k, v in tree.items() if rest or k != head}
+
+
+def test_a_missing_key_raises():
+    accepted = []
+    for path in PATHS:
+        try:
+            recipe.from_dict(without(recipes.get("mxfp4").to_dict(), path))
+            accepted.append(".".join(path))
+        except (TypeError, ValueError):
+            pass
+        except KeyError:
+            accepted.append(f"{'.'.join(path)} (KeyError)")
+    assert accepted == []
+
+
+@pytest.mark.parametrize("path", [p for p in PATHS if len(p) < 3 and p[-1] != "pad"] + [()], ids=".".join)
+def test_an_unknown_key_raises(path):
+    tree = recipes.get("mxfp4").to_dict()
+    node = tree
+    for name in path:
+        node = node[name]
+    node["extra"] = 1
+    with pytest.raises((TypeError, ValueError)):
+        recipe.from_dict(tree)
+
+
+def test_digest_is_stable_and_sees_every_leaf():
+    assert recipes.get("none").digest() == Recipe().digest()
+    assert all(len(recipes.get(n).digest()) == 12 for n in recipes.names())
+    base = recipes.get("mxfp4_h16")
+    changes = {"format": "fp8_e4m3", "scale_rule": "floor", "rounding": "sr", "size": 32, "signs": "fixed", "pad": True}
+    digests = {base.digest()}
+    for path, _ in recipe.leaves(base):
+        leaf = path.rsplit(".", 1)[1]
+        if leaf in changes:
+            digests.add(recipe.override(base, {path: changes[leaf]}).digest())
+    assert len(digests) == 1 + 3 * (2 * 3 + 3)
+
+
+def test_override_replaces_leaves_and_resets_what_belongs_to_them():
+    base = recipes.get("mxfp4_rht16")
+    changed = recipe.override(base, {"dgrad.lhs.rounding": "sr", "wgrad.rotation.signs": "fixed", "fprop.pad": True})
+    assert changed == Recipe(
+        dataclasses.replace(base.fprop, pad=True),
+        dataclasses.replace(base.dgrad, lhs=OperandSpec("mxfp4", rounding="sr")),
+        dataclasses.replace(base.wgrad, rotation=Rotation(16, "fixed")),
+    )
+    assert base == recipes.get("mxfp4_rht16")  # untouched
+    assert recipe.override(base, {}) == base
+    sr = recipes.get("mxfp4_sr")
+    assert recipe.override(sr, {"fprop.lhs.format": "fp8_e4m3"}).fprop.lhs == OperandSpec("fp8_e4m3")
+    both = {"fprop.lhs.rounding": "sr", "fprop.lhs.format": "fp8_e4m3"}
+    for items in itertools.permutations(both.items()):
+        assert recipe.override(sr, dict(items)).fprop.lhs == OperandSpec("fp8_e4m3", rounding="sr")
+    assert recipe.override(sr, {"fprop.lhs.format": "mxfp4"}) == sr  # the same format resets nothing
+    assert recipe.override(base, {"fprop.rotation.size": 0}).fprop.rotation == Rotation()
+    assert recipe.override(base, {"fprop.rotation.size": 32}).fprop.rotation == Rotation(32)
+    sized = recipe.override(base, {"fprop.rotation.size": 32, "fprop.rotation.signs": "redrawn"})
+    assert sized.fprop.rotation == Rotation(32, "redrawn")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("fprop.lhs.colour", "red", "unknown recipe leaf 'fprop.lhs.colour'"),
+        ("forward.lhs.format", "mxfp4", "unknown recipe leaf"),
+        ("fprop.lhs", "mxfp4", "unknown recipe leaf 'fprop.lhs'"),
+        ("fprop", "mxfp4", "unknown recipe leaf 'fprop'"),
+        ("fprop.lhs.format.name", "mxfp4", "unknown recipe leaf"),
+        ("", "mxfp4", "unknown recipe leaf"),
+        ("fprop.lhs.block", 16, "block=16"),
+        ("fprop.rotation.signs", "fixed", "signs='fixed'"),
+    ],
+)
+def test_override_refuses_what_does_not_exist_or_apply(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.override(recipes.get("mxfp4"), {path: value})
+
+
+def test_round_to_nearest_takes_the_draws_out_of_the_casts_only():
+    assert recipe.round_to_nearest(recipes.get("mxfp4_sr")) == recipes.get("mxfp4")
+    assert recipe.round_to_nearest(recipes.get("mxfp4_sr_grad")) == recipes.get("mxfp4")
+    assert recipe.round_to_nearest(recipes.get("mxfp4_rht16")) == recipes.get("mxfp4_rht16")
+
+
+# ------------------------------------------------------------------------------------------------- layers
+
+ROOT = pathlib.Path(__file__).parent.parent
+LAYERS = {
+    0: ("formats", "recipe", "recipes"),
+    1: ("rounding", "bits", "rotation", "ops.qtensor"),
+    2: ("ops.quantize",),
+    3: ("dot",),
+    4: ("numerics", "linen"),
+}
+LEVEL = {f"fp4jax.{name}": level for level, names in LAYERS.items() for name in names}
+
+
+def imports(file):
+    """Return the dotted names that a file imports, anywhere in it, `from a import b` as both a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {file}"
+            found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return found
+
+
+def test_imports_point_down_only():
+    files = {
+        f"fp4jax.{'.'.join(f.relative_to(ROOT / 'fp4jax').with_suffix('').parts)}": f for f in (ROOT / "fp4jax").rglob("*.py")
+    }
+    assert set(LEVEL) <= set(files)
+    for module, file in files.items():
+        names = imports(file)
+        tops = {n.split(".")[0] for n in names}
+        assert not tops & {"models", "train", "configs", "tests"}, module
+        if module not in ("fp4jax.linen", "fp4jax.nnx"):
+            assert "flax" not in tops, f"{module} imports flax"
+        if LEVEL.get(module) == 0:
+            assert not tops & {"jax", "jaxlib"}, f"{module} imports jax"
+        if module in LEVEL:
+            higher = {n for n in names if LEVEL.get(n, -1) > LEVEL[module]}
+            assert not higher, f"{module} imports {higher} from above"
+
+
+def test_the_model_knows_nothing_of_fp4():
+    for file in (ROOT / "models").rglob("*.py"):
+        assert not {n.split(".")[0] for n in imports(file)} & {"fp4jax", "train", "configs"}, file

@@ -1,0 +1,84 @@
+"""Resume: a run killed at random moments and started again gives the rows of one that was never interrupted, bit for bit.
+
+Two kills per suite; FP4JAX_KILLS=10 runs ten per recipe (minutes). Each process starts from what the last one left on disk.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from helpers import ROOT, argv, command, environment, rows, run, settings, share_programs, train, write_corpus
+
+KILLS = int(os.environ.get("FP4JAX_KILLS", "1"))
+RECIPES = ("mxfp4_sr", "mxfp4_rht16")
+
+
+def steps_done(workdir):
+    path = workdir / "metrics.jsonl"
+    return len([line for line in path.read_text().splitlines() if "train_loss" in line]) if path.exists() else 0
+
+
+def kill_at_random(arguments, workdir, draw, *, steps):
+    """Start the run and kill it at a random moment after a random step; return whether it was still running."""
+    with open(workdir.parent / "stderr", "w") as stderr:
+        process = subprocess.Popen(
+            command("train.main", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=stderr
+        )
+    target = draw.randint(steps_done(workdir), steps - 1)
+    deadline = time.monotonic() + 300
+    while steps_done(workdir) <= target and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(draw.uniform(0, 0.05))
+    running = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return running
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A compilation cache for the subprocesses of this module; unset it to compile anew after each kill."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP4JAX_TEST_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_runs_continue_bit_for_bit(tmp_path, cache, recipe):
+    corpus = write_corpus(tmp_path)
+    changes = {"quant__recipe": recipe, "train__steps": 12 if KILLS <= 2 else 60, "train__checkpoint_every": 2}
+    code, out, _ = run("train.main", *argv(corpus, tmp_path / "whole", **changes))
+    assert code == 0
+    whole = rows(tmp_path / "whole")
+
+    draw = random.Random(recipe)
+    workdir = tmp_path / "killed"
+    running = [
+        kill_at_random(argv(corpus, workdir, **changes), workdir, draw, steps=changes["train__steps"]) for _ in range(KILLS)
+    ]
+    code, resumed_out, stderr = run("train.main", *argv(corpus, workdir, **changes))
+    assert code == 0, stderr
+    assert running[0], "the run ended before it was killed"
+    assert rows(workdir) == whole
+    assert resumed_out[-1] == out[-1]
+    each = [(row["step"], "val_loss" in row) for row in whole]
+    assert len(set(each)) == len(each)
+
+
+def test_a_longer_run_cuts_the_rows_after_its_checkpoint(tmp_path, monkeypatch):
+    """Rows of steps that no checkpoint holds are written again, once."""
+    share_programs(monkeypatch)
+    corpus = write_corpus(tmp_path)
+    s = settings(corpus, quant__recipe="none", train__steps=5, train__checkpoint_every=2, train__eval_every=2)
+    train(s, tmp_path / "run")
+    whole = rows(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
+    path.write_text(path.read_text() + json.dumps({"step": 9, "tokens": 1, "train_loss": 1.0}) + '\n{"step": 10, "tok')
+    train(s, tmp_path / "run")
+    assert rows(tmp_path / "run") == whole
