@@ -38,21 +38,27 @@ def mix(x: jax.Array) -> jax.Array:
 def as_key(key) -> Key:
     """Return `key` as a `Key`; takes a Key, a jax.random key (typed or raw), or any uint32[2] array."""
     if isinstance(key, Key):
-        return key
+        return Key(key.words, _uint32(key.row_offset))
     key = jnp.asarray(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     if key.shape != (2,) or key.dtype != jnp.uint32:
         raise ValueError(f"a key is a jax.random key or a uint32[2] array, got {key.dtype}{list(key.shape)}")
-    return fold_in(Key(key, jnp.uint32(0)), 0)  # neighbouring raw keys such as PRNGKey(0) and PRNGKey(1) differ in one bit
+    return fold_in(Key(key, jnp.uint32(0)), path_word("jax.random"))  # raw keys such as PRNGKey(0) and (1) differ in one bit
+
+
+def _uint32(word: jax.Array | int) -> jax.Array:
+    """Return a word as uint32: Python ints, int32 and uint32 modulo 2^32."""
+    return jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word).astype(jnp.uint32)
 
 
 def fold_in(key: Key, *words: jax.Array | int) -> Key:
     """Return a new key that depends on every word (Python ints, int32 or uint32 scalars, in order)."""
     k0, k1 = key.words[..., 0], key.words[..., 1]
     for word in words:
-        w = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else jnp.asarray(word).astype(jnp.uint32)
-        k0, k1 = mix(k0 ^ mix(w + jnp.uint32(0x9E3779B9))), mix(k1 + mix(w ^ jnp.uint32(0x85EBCA6B)) + k0)
+        w = _uint32(word)
+        k0 = mix(k0 ^ mix(k1 + w + jnp.uint32(0x9E3779B9)))  # a Feistel round per half: no two keys collide
+        k1 = mix(k1 ^ mix(k0 + w + jnp.uint32(0x85EBCA6B)))
     return Key(jnp.stack([k0, k1], axis=-1), key.row_offset)
 
 
@@ -69,7 +75,7 @@ def path_word(path: str) -> int:
 
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Return uint32 words of `shape`; the last axis is the column, all axes before it are the row (row-major)."""
-    rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + jnp.asarray(key.row_offset).astype(jnp.uint32)
+    rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + _uint32(key.row_offset)
     cols = jnp.arange(shape[-1], dtype=jnp.uint32)
     row_words = mix(rows ^ key.words[0]).reshape(*shape[:-1], 1)
     col_words = mix(cols ^ key.words[1]).reshape(*(1,) * (len(shape) - 1), -1)

@@ -59,6 +59,7 @@ def quantized_dot_general(
     if recipe.needs_key and key is None:
         raise ValueError("the recipe draws random bits (stochastic rounding or redrawn signs): pass key=")
     key = None if key is None else bits.as_key(key)
+    jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)  # refuses what lax refuses
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
     check_gemms(recipe, contraction_lengths(lhs, rhs, dimension_numbers))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -117,10 +118,21 @@ def _dot_2d(x, w, key, *, recipe, precision, out_dtype):
         x_MK, w_KN, key = residuals
         dx_MK = _gemm("dgrad", recipe, (dy_MN, 1), (w_KN, 1), key, precision, x_MK.dtype)
         dw_KN = _gemm("wgrad", recipe, (x_MK, 0), (dy_MN, 0), key, precision, w_KN.dtype)
-        return dx_MK, dw_KN, None
+        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None
 
     dot.defvjp(forward, backward)
     return dot(x, w, key)
+
+
+@jax.custom_jvp
+def _first_derivative_only(x):
+    """Return x; differentiating it raises, where the derivative of a rounded gradient would silently be zero."""
+    return x
+
+
+@_first_derivative_only.defjvp
+def _raise_second_derivative(primals, tangents):
+    raise NotImplementedError("second derivatives of a quantized dot are not defined")
 
 
 def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, precision, out_dtype):

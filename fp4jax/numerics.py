@@ -7,7 +7,6 @@ operand and the element, and on nothing else.
 
 import dataclasses
 import fnmatch
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax import lax
 from fp4jax import bits, dot
 from fp4jax.recipe import GEMMS, GemmSpec, Recipe
 
-log = logging.getLogger(__name__)
+_NO_LAYER = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +34,13 @@ class Numerics:
     strict: bool = True
     observe: Callable[[dict[str, Any]], None] | None = None
 
+    def __post_init__(self):
+        dot.resolve_impl(self.impl)
+
     def dot(self, path: str, layer: jax.Array | int | None = None, key: Any = None) -> Callable[..., jax.Array]:
         """Return the dot_general of one linear layer; layer: block index or None; key: this step's key or None."""
-        words = (bits.path_word(path),) if layer is None else (bits.path_word(path), layer)
-        layer_key = None if key is None else bits.fold_in(bits.as_key(key), *words)
+        layer_word = _NO_LAYER if layer is None else layer
+        layer_key = None if key is None else bits.fold_in(bits.as_key(key), bits.path_word(path), layer_word)
         module = path if layer is None else f"layers/{layer if isinstance(layer, int) else '*'}/{path}"
         exempt = next((f"exempt={p!r} in the config" for p in self.exempt if fnmatch.fnmatch(path, p)), "")
 
@@ -97,7 +99,7 @@ def census(numerics: Numerics, trace: Callable[[Numerics], Any]) -> list[dict[st
 
     A row has the keys module, gemm, lhs, rhs, rotation, impl, exempt; scanned blocks share the module name "layers/*/…".
     """
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    observed = dataclasses.replace(numerics, observe=lambda row: rows.setdefault((row["module"], row["gemm"]), row))
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}  # a module may run several times, and not always alike
+    observed = dataclasses.replace(numerics, observe=lambda row: rows.setdefault(tuple(row.values()), row))
     jax.eval_shape(lambda: trace(observed))
     return list(rows.values())

@@ -32,6 +32,13 @@ def _choose(owner: str, field: str, value: Any, allowed: tuple) -> Any:
     return value
 
 
+def _check_types(spec: Any) -> None:
+    """Raise ValueError unless every field has the type of its default."""
+    for field in dataclasses.fields(spec):
+        if type(getattr(spec, field.name)) is not type(field.default):
+            raise ValueError(f"{field.name}={getattr(spec, field.name)!r} is not of type {type(field.default).__name__}")
+
+
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
     """One operand: element and scale format, elements per scale, scale rule, rounding.
@@ -95,8 +102,7 @@ class GemmSpec:
     pad: bool = False
 
     def __post_init__(self):
-        if type(self.pad) is not bool:
-            raise ValueError(f"pad={self.pad!r} must be True or False")
+        _check_types(self)
         quantized = [s for s in (self.lhs, self.rhs) if s.element is not None]
         if self.rotation.size and not quantized:
             raise ValueError(f"rotation {self.rotation} does not apply to a GEMM without a quantized operand")
@@ -124,6 +130,9 @@ class Recipe:
     fprop: GemmSpec = GemmSpec()
     dgrad: GemmSpec = GemmSpec()
     wgrad: GemmSpec = GemmSpec()
+
+    def __post_init__(self):
+        _check_types(self)
 
     @property
     def is_plain(self) -> bool:
@@ -182,19 +191,16 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def from_dict(tree: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that `to_dict` wrote; unknown or missing keys raise TypeError or ValueError."""
+    """Return the recipe that `to_dict` wrote; unknown or missing keys raise ValueError."""
 
-    def gemm(node: Mapping[str, Any]) -> GemmSpec:
-        return GemmSpec(
-            **{
-                **node,
-                "lhs": OperandSpec(**node["lhs"]),
-                "rhs": OperandSpec(**node["rhs"]),
-                "rotation": Rotation(**node["rotation"]),
-            }
-        )
+    def build(cls: type, node: Any) -> Any:
+        fields = {f.name: f.default for f in dataclasses.fields(cls)}
+        if not isinstance(node, Mapping) or set(node) != set(fields):
+            raise ValueError(f"{cls.__name__} needs exactly the keys {sorted(fields)}, got {node!r}")
+        nested = {k: type(d) for k, d in fields.items() if dataclasses.is_dataclass(d)}
+        return cls(**{k: build(nested[k], v) if k in nested else v for k, v in node.items()})
 
-    return Recipe(**{name: gemm(node) for name, node in tree.items()})
+    return build(Recipe, tree)
 
 
 def round_to_nearest(recipe: Recipe) -> Recipe:

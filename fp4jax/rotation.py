@@ -46,42 +46,18 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
     if length % size:
         raise ValueError(f"Hadamard {size=} does not divide axis {axis} of length {length}")
     x = x.astype(jnp.float32)
+    after = (1,) * (x.ndim - 1 - axis)
     if signs is not None:
-        per_element = jnp.tile(signs.astype(jnp.float32), length // size)
-        x = x * per_element.reshape(*(1,) * axis, length, *(1,) * (x.ndim - 1 - axis))
-    sums = _butterfly(x, size) if axis == x.ndim - 1 else _signed_sums(x, size, axis)
-    return sums * np.float32(1 / math.sqrt(size))
-
-
-# Two ways to take the same pairwise sums, each the fastest on its axis on a CPU (2–10 × over a small dot, LOG.md). A reduction
-# or a dot would leave the order of summation to XLA, which changes it with the shape and between eager and jit (measured).
-
-
-def _butterfly(x: jax.Array, size: int) -> jax.Array:
-    """Return the unnormalised transform along the last axis, by stages of 4 (and one of 2) over neighbours."""
-    shape, stride = x.shape, 1
-    while stride < size:
-        radix = 4 if size // stride >= 4 else 2
-        groups = x.reshape(*shape[:-1], shape[-1] // (radix * stride), radix, stride)
-        a, b, *rest = (groups[..., i, :] for i in range(radix))
-        out = [a + b, a - b]
-        if rest:
-            c, d = rest
-            out = [(a + b) + (c + d), (a - b) + (c - d), (a + b) - (c + d), (a - b) - (c - d)]
-        x = jnp.stack(out, axis=-2).reshape(shape)
-        stride *= radix
-    return x
-
-
-def _signed_sums(x: jax.Array, size: int, axis: int) -> jax.Array:
-    """Return the same along an axis that is not the last: output i adds or subtracts at stage k as bit k of i says."""
-    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    column = (*(1,) * (axis + 1), size, *(1,) * (x.ndim - 1 - axis))
+        x = x * jnp.tile(signs.astype(jnp.float32), length // size).reshape(*(1,) * axis, length, *after)
+    blocks = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])
+    # Output i of a block adds or subtracts at stage k as bit k of i says. Written out as sums, because a reduction or a small
+    # dot leaves the order to XLA, which changes it with the shape and between eager and jit (measured in LOG.md).
     terms = [lax.slice_in_dim(blocks, j, j + 1, axis=axis + 1) for j in range(size)]
     for stage in range(size.bit_length() - 1):
-        signs = jnp.asarray(np.float32(1 - 2 * (np.arange(size) >> stage & 1)).reshape(column))
-        terms = [a + signs * b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-    return terms[0].reshape(x.shape)
+        bit_signs = np.float32(1 - 2 * (np.arange(size) >> stage & 1)).reshape(*(1,) * (axis + 1), size, *after)
+        terms = [a + bit_signs * b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    # Kept in memory: fused into its two readers, block maximum and rounding, every sum would be taken anew for each.
+    return lax.optimization_barrier(terms[0] * np.float32(1 / math.sqrt(size))).reshape(x.shape)
 
 
 def rotation_signs(rotation: Rotation, key: bits.Key | None) -> jax.Array | None:

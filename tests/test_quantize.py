@@ -196,7 +196,7 @@ def test_bfloat16_and_float16_inputs_are_taken_exactly(rule):
         assert_same(q.dequantize(), values)
 
 
-@by_rule
+@pytest.mark.parametrize("rule", ["even"])
 def test_eager_equals_jit(rule):
     x = jnp.asarray(np.concatenate([blocks_of(m)[:1000] for m in MAKERS]))
     jitted = jax.jit(lambda x: quantize(x, MX[rule], 1))(x)
@@ -333,16 +333,16 @@ SPECS = [*MX.values(), *SR.values(), *(OperandSpec(n, rounding=r) for n in FP8 f
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fake_quantize_is_quantize_then_dequantize(spec):
     rng = np.random.default_rng(7)
-    x = (rng.normal(size=(64, 32, 96)) * 2.0 ** rng.integers(-9, 9, (64, 32, 96))).astype(np.float32)
+    x = (rng.normal(size=(32, 32, 64)) * 2.0 ** rng.integers(-9, 9, (32, 32, 64))).astype(np.float32)
     if spec.block:
-        x[3, :, 5], x[:, 7, 9], x[8, 9, 10], x[40, 1] = 0, -0.0, np.nan, 2.0**-125
+        x[3, :, 5], x[:, 7, 9], x[8, 9, 10], x[30, 1] = 0, -0.0, np.nan, 2.0**-125
     key = jax.random.key(1) if spec.rounding == "sr" else None
     cast_key = None if key is None else bits.as_key(key)
-    for axis in (0, 1, 2):
+    for axis in (0, 1, 2) if spec.scale_rule == "even" else (1,):
         q = quantize(x, spec, axis, key=key)
         assert q.shape == x.shape
         values = jax.jit(lambda q: q.dequantize())(q)
-        if axis == 0:
+        if axis == 1:
             assert_same(values, fake_quantize(jnp.asarray(x), spec, axis, cast_key))
         assert_same(values, jax.jit(fake_quantize, static_argnums=(1, 2))(x, spec, axis, cast_key))
 
@@ -493,27 +493,31 @@ def test_rows_are_all_axes_but_the_last():
     np.testing.assert_array_equal(np.asarray(quantize(x, SR["even"], 2, key=key).codes).reshape(32, 64), np.asarray(flat))
 
 
-@pytest.mark.parametrize(
-    "spec", [MX["even"], SR["even"], OperandSpec("fp8_e4m3"), OperandSpec("fp8_e5m2", rounding="sr")], ids=str
-)
-@pytest.mark.parametrize("partition", [("d", None), (None, "d"), ("d", "e")], ids=str)
-def test_sharding_over_eight_devices_changes_no_bit(spec, partition):
-    assert jax.device_count() == 8
-    shape, axes = ((4, 2), ("d", "e")) if "e" in partition else ((8,), ("d",))
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
-    x = np.random.default_rng(16).normal(size=(512, 512)).astype(np.float32)
-    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*partition)))
-    key = jax.random.key(0) if spec.rounding == "sr" else None
+MESH_SPECS = (MX["even"], SR["even"], OperandSpec("fp8_e4m3"), OperandSpec("fp8_e5m2", rounding="sr"))
 
-    @functools.partial(jax.jit, static_argnames="axis")
-    def cast(x, axis):
+
+@functools.partial(jax.jit, static_argnames="axis")
+def cast_every_way(x, axis):
+    out = []
+    for spec in MESH_SPECS:
+        key = jax.random.key(0) if spec.rounding == "sr" else None
         rotated = quantize(hadamard(x, 16, axis), spec, axis, key=key)
-        return quantize(x, spec, axis, key=key).data, rotated.data, rotated.dequantize()
+        out += [quantize(x, spec, axis, key=key).data, rotated.data, rotated.dequantize()]
+    return out
 
-    for axis in (0, 1):
-        for got, expected in zip(cast(sharded, axis), cast(x, axis), strict=True):
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sharding_over_eight_devices_changes_no_bit(axis):
+    assert jax.device_count() == 8
+    x = np.random.default_rng(16).normal(size=(512, 512)).astype(np.float32)
+    expected = cast_every_way(x, axis)
+    for shape, partition in (((8,), ("d", None)), ((8,), (None, "d")), ((4, 2), ("d", "e"))):
+        names = ("d", "e")[: len(shape)]
+        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+        sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*partition)))
+        for got, want in zip(cast_every_way(sharded, axis), expected, strict=True):
             assert len(got.sharding.device_set) == 8
-            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 def test_vmap_over_x_alone_draws_anew_for_every_example():

@@ -18,6 +18,8 @@ from fp4jax import bits, rounding
 from fp4jax.ops import qtensor
 from fp4jax.recipe import OperandSpec
 
+_VMAP_WORD = bits.path_word("vmap")
+
 
 def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None) -> qtensor.QTensor:
     """Quantize `x` along `axis` (the contraction axis of the GEMM that will consume it).
@@ -41,6 +43,8 @@ def check_operand(x: jax.Array, spec: OperandSpec, axis: int, key) -> None:
     """Raise ValueError when `x` cannot be cast by `spec` along `axis`."""
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"cannot quantize {x.dtype}: only float32, bfloat16 and float16")
+    if x.size == 0:
+        raise ValueError(f"cannot quantize an empty array of shape {x.shape}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{axis=} is out of range for shape {x.shape}")
     if spec.block and x.shape[axis] % spec.block:
@@ -95,7 +99,7 @@ def _scaled_elements(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key |
         scaled = x * rounding.power_of_two(254 - jnp.minimum(scale, 254 - 1))
     else:
         scale = rounding.per_tensor_scale(rounding.max_magnitude(x), element)
-        scaled = x / scale
+        scaled = x / jnp.where(x == 0, 1.0, scale)  # XLA turns a division by a broadcast into a product with its reciprocal
     return rounding.round_to_grid(scaled, element, random), scale
 
 
@@ -116,7 +120,7 @@ def _distinct_under_vmap(draw):
     @custom.def_vmap
     def rule(axis_size, in_batched, x, words, row_offset):
         if in_batched == [True, False, False]:
-            words = jax.vmap(lambda i: bits.fold_in(bits.Key(words), i).words)(jnp.arange(axis_size))
+            words = jax.vmap(lambda i: bits.fold_in(bits.Key(words), _VMAP_WORD, i).words)(jnp.arange(axis_size))
             in_batched = [True, True, False]
         batched = jax.vmap(draw, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)
         return _distinct_under_vmap(batched)(x, words, row_offset), True
