@@ -1,6 +1,7 @@
 """Checkpoints: exact round trips, also to another mesh, and every kind of damage refused in one line."""
 
 import dataclasses
+import gc
 import json
 import shutil
 
@@ -126,6 +127,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(saved, tmp_path,
     before = snapshot(copy)
     with pytest.raises(InputError, match=r"checkpoints/2 (cannot be read|is damaged)"):
         train(s, copy)
+    gc.collect()
     assert snapshot(copy) == before
     state, _ = restore(s, copy, 1)  # the one before it is untouched
     assert int(state.step) == 1

@@ -130,7 +130,7 @@ def test_strict_refuses_a_ragged_layer_and_the_opposite_exempts_the_gemm_with_a_
 def test_a_layer_is_the_dot_with_the_key_of_its_path_and_index():
     recipe = recipes.get("mxfp4_sr")
     for path, layer in (("attn/q", 3), ("mlp/down", None)):
-        words = (jnp.uint32(bits.path_word(path)), *(() if layer is None else (layer,)))
+        words = (bits.path_word(path), 0xFFFFFFFF if layer is None else layer)
         key = bits.fold_in(KEY, *words)
         direct = lambda x, w, dn, key=key: quantized_dot_general(x, w, dn, recipe=recipe, key=key)  # noqa: E731
         for a, b in zip(gradients(Numerics(recipe).dot(path, layer, KEY)), gradients(direct), strict=True):

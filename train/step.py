@@ -61,15 +61,18 @@ def is_finite(state: TrainState) -> jax.Array:
 
 @jax.jit
 def checksum(state: TrainState) -> jax.Array:
-    """Return Σ word · mix(position)|1 mod 2³² over the state's 32-bit words: no single flipped bit leaves it unchanged.
+    """Return a sum over the state's 32-bit words with odd weights, mod 2³²: no single flipped bit leaves it unchanged.
 
-    Integer sums do not depend on their order, so the result is the same on every mesh.
+    weight = 2 · Σ_d index_d · c_d + 1. Integer sums do not depend on their order: the result is the same on every mesh.
     """
     total = jnp.uint32(0)
-    for i, x in enumerate(jax.tree.leaves(state)):
-        words = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1, x.shape[-1] if x.ndim else 1)
-        weights = bits.random_bits(bits.step_key(0, i), words.shape) | 1
-        total += jnp.sum(words * weights, dtype=jnp.uint32)
+    for x in jax.tree.leaves(state):
+        weights = jnp.ones(x.shape, jnp.uint32)
+        for axis in range(x.ndim):
+            index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+            weights += 2 * index * jnp.uint32(pow(0x9E3779B1, axis + 1, 2**32))
+        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        total = total * jnp.uint32(0x01000193) + jnp.sum(words * weights, dtype=jnp.uint32)
     return total
 
 
