@@ -49,15 +49,33 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
     after = (1,) * (x.ndim - 1 - axis)
     if signs is not None:
         x = x * jnp.tile(signs.astype(jnp.float32), length // size).reshape(*(1,) * axis, length, *after)
-    blocks = x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :])
-    # Output i of a block adds or subtracts at stage k as bit k of i says. Written out as sums, because a reduction or a small
-    # dot leaves the order to XLA, which changes it with the shape and between eager and jit (measured in LOG.md).
-    terms = [lax.slice_in_dim(blocks, j, j + 1, axis=axis + 1) for j in range(size)]
+    stride, shape = 1, x.shape
+    while stride < size:
+        # Along the last axis a block lies within a cache line, and one pass does; elsewhere many strided reads would not pay.
+        radix = size if axis == len(shape) - 1 else min(4, size // stride)
+        blocks = x.reshape(*shape[:axis], length // (radix * stride), radix, stride, *shape[axis + 1 :])
+        x = _transform(blocks, axis + 1)
+        stride *= radix
+        if stride == size:
+            x = x * np.float32(1 / math.sqrt(size))
+        # Kept in memory: fused into its readers, block maximum and rounding, every sum would be taken anew for each.
+        x = lax.optimization_barrier(x.reshape(shape))
+    return x
+
+
+def _transform(x: jax.Array, axis: int) -> jax.Array:
+    """Return the unnormalised Hadamard transform along an axis whose length is a power of two, as pairwise sums.
+
+    Output i adds or subtracts at stage k as bit k of i says. Written out, because a reduction or a small dot leaves the order
+    of summation to XLA, which changes it with the shape and between eager and jit (measured in LOG.md).
+    """
+    size = x.shape[axis]
+    terms = [lax.slice_in_dim(x, j, j + 1, axis=axis) for j in range(size)]
     for stage in range(size.bit_length() - 1):
-        bit_signs = np.float32(1 - 2 * (np.arange(size) >> stage & 1)).reshape(*(1,) * (axis + 1), size, *after)
-        terms = [a + bit_signs * b for a, b in zip(terms[::2], terms[1::2], strict=True)]
-    # Kept in memory: fused into its two readers, block maximum and rounding, every sum would be taken anew for each.
-    return lax.optimization_barrier(terms[0] * np.float32(1 / math.sqrt(size))).reshape(x.shape)
+        signs = np.float32(1 - 2 * (np.arange(size) >> stage & 1))
+        signs = signs.reshape(*(1,) * axis, size, *(1,) * (x.ndim - 1 - axis))
+        terms = [a + signs * b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 def rotation_signs(rotation: Rotation, key: bits.Key | None) -> jax.Array | None:
