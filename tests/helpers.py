@@ -1,5 +1,6 @@
 """What the tests of the training layer share: a tiny corpus, a tiny config, and ways to run it here and in a subprocess."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -163,6 +164,14 @@ def initial_state(run_settings, mesh):
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])
+
+
+@contextlib.contextmanager
+def quick_compiles():
+    """Compile without most of XLA's optimizations: a third less time for tests of meaning rather than of speed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def share_programs(monkeypatch):

@@ -1,7 +1,7 @@
 """Sharding: where every array lives, what does not divide is refused, and a mesh trains like one device.
 
 One flipped FP4 code moves an element by a whole grid step, so FP4 runs on two meshes part after the first step, as do two runs
-whose weights differ by 1e-7: the mesh's drift is judged against that. `python -m tests.test_sharding` prints both.
+whose weights differ by 1e-7: the mesh's drift is judged against that. `python tests/test_sharding.py` prints both.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
     jax.config.update("jax_num_cpu_devices", 8)
 
-from helpers import initial_state, leaves, settings, write_corpus
+from helpers import initial_state, leaves, quick_compiles, settings, write_corpus
 
 from fp4jax import recipes
 from models import llama
@@ -37,6 +37,12 @@ LONGER = {"train__batch_size": 32, "data__seq_len": 64, "optimizer__peak_lr": 3e
 def tiny(corpus, recipe="none", mesh=ONE, **changes):
     s = settings(corpus, quant__recipe=recipe, train__steps=STEPS, **changes)
     return dataclasses.replace(s, mesh=mesh)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    with quick_compiles():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,7 @@ MODEL = llama.LlamaConfig(256, 64, 2, 4, 2, 128, head_dim=32)
         (MESH, {"d_ff": 129}, "none", r"d_ff=129 is not a multiple of .*\(2\)"),
         (MESH, {"d_model": 66, "head_dim": 32}, "none", r"d_model=66 is not a multiple of .*\(4\)"),
         (MESH, {"d_ff": 96}, "mxfp4", r"d_ff per device = 48 is not a multiple of 32"),
+        (MESH, {"d_ff": 96}, "mxfp4_fprop", r"fprop: d_ff per device = 48 is not a multiple of 32"),
         (MESH, {"d_ff": 96}, "fp8_current", ""),
         (MESH, {"head_dim": 16}, "mxfp4", r"n_kv_heads · head size per device = 16 is not a multiple of 32"),
         (MESH, {"head_dim": 16}, "mxfp4_fprop", ""),
