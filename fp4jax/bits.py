@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Key(NamedTuple):
@@ -59,7 +60,12 @@ def fold_in(key: Key, *words: jax.Array | int) -> Key:
         w = _uint32(word)
         k0 = mix(k0 ^ mix(k1 + w + jnp.uint32(0x9E3779B9)))  # a Feistel round per half: no two keys collide
         k1 = mix(k1 ^ mix(k0 + w + jnp.uint32(0x85EBCA6B)))
-    return Key(jnp.stack([k0, k1], axis=-1), key.row_offset)
+    return Key(_computed_once(jnp.stack([k0, k1], axis=-1)), key.row_offset)
+
+
+def _computed_once(words: jax.Array) -> jax.Array:
+    """Return `words`, kept out of fusions: XLA would compute the whole chain of hashes anew for every element that uses it."""
+    return lax.optimization_barrier(words)
 
 
 def step_key(seed: int, step: jax.Array | int) -> Key:
@@ -77,12 +83,12 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Return uint32 words of `shape`; the last axis is the column, all axes before it are the row (row-major)."""
     rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + _uint32(key.row_offset)
     cols = jnp.arange(shape[-1], dtype=jnp.uint32)
-    row_words = mix(rows ^ key.words[0]).reshape(*shape[:-1], 1)
-    col_words = mix(cols ^ key.words[1]).reshape(*(1,) * (len(shape) - 1), -1)
+    row_words = _computed_once(mix(rows ^ key.words[0])).reshape(*shape[:-1], 1)
+    col_words = _computed_once(mix(cols ^ key.words[1])).reshape(*(1,) * (len(shape) - 1), -1)
     return mix(row_words ^ col_words)
 
 
 def random_signs(key: Key, size: int) -> jax.Array:
     """Return a ±1 vector, float32[size]."""
     top = random_bits(key._replace(row_offset=0), (1, size))[0] >> 31
-    return 1.0 - 2.0 * top.astype(jnp.float32)
+    return _computed_once(1.0 - 2.0 * top.astype(jnp.float32))
