@@ -129,8 +129,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(saved, tmp_path,
         train(s, copy)
     gc.collect()
     assert snapshot(copy) == before
-    state, _ = restore(s, copy, 1)  # the one before it is untouched
-    assert int(state.step) == 1
 
 
 # ---- The guard ----

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import time
 
@@ -23,19 +22,19 @@ def steps_done(workdir):
     return len([line for line in path.read_text().splitlines() if "train_loss" in line]) if path.exists() else 0
 
 
-def kill_at_random(arguments, workdir, draw, *, steps):
-    """Start the run and kill it at a random moment after a random step; return whether it was still running."""
+def kill_at_random(arguments, workdir, draw, *, target, at_once):
+    """Start the run and kill it a moment after step `target`, or at_once: while it starts; return whether it was running."""
     with open(workdir.parent / "stderr", "w") as stderr:
         process = subprocess.Popen(
             command("train.main", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=stderr
         )
-    target = draw.randint(steps_done(workdir), steps - 1)
-    deadline = time.monotonic() + 300
-    while steps_done(workdir) <= target and process.poll() is None and time.monotonic() < deadline:
+    if at_once:
+        time.sleep(draw.uniform(0, 10))
+    while not at_once and steps_done(workdir) <= target and process.poll() is None:
         time.sleep(0.002)
-    time.sleep(draw.uniform(0, 0.05))
+    time.sleep(draw.uniform(0, 0.03))
     running = process.poll() is None
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     return running
 
@@ -50,17 +49,19 @@ def cache(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_killed_runs_continue_bit_for_bit(tmp_path, cache, recipe):
-    corpus = write_corpus(tmp_path)
-    changes = {"quant__recipe": recipe, "train__steps": 12 if KILLS <= 2 else 60, "train__checkpoint_every": 2}
+    corpus, steps = write_corpus(tmp_path), 12 * KILLS
+    changes = {"quant__recipe": recipe, "train__steps": steps, "train__checkpoint_every": 2}
     code, out, _ = run("train.main", *argv(corpus, tmp_path / "whole", **changes))
     assert code == 0
     whole = rows(tmp_path / "whole")
 
     draw = random.Random(recipe)
     workdir = tmp_path / "killed"
-    running = [
-        kill_at_random(argv(corpus, workdir, **changes), workdir, draw, steps=changes["train__steps"]) for _ in range(KILLS)
-    ]
+    running = []
+    for i in range(KILLS):  # every fourth while it starts, the others somewhere in an equal share of the steps
+        target = draw.randint(12 * i, 12 * i + 8)
+        arguments = argv(corpus, workdir, **changes)
+        running.append(kill_at_random(arguments, workdir, draw, target=target, at_once=i % 4 == 3))
     code, resumed_out, stderr = run("train.main", *argv(corpus, workdir, **changes))
     assert code == 0, stderr
     assert running[0], "the run ended before it was killed"

@@ -31,7 +31,7 @@ STEPS = 20
 MESH = sharding.MeshConfig(data=4, model=2)
 ONE = sharding.MeshConfig(data=1, model=1)
 # Enough tokens and speed that codes flip within the first steps; with few, the first flip's moment is all that is measured.
-LONGER = {"train__batch_size": 32, "data__seq_len": 64, "optimizer__peak_lr": 3e-2}
+LONGER = {"train__batch_size": 16, "data__seq_len": 64, "optimizer__peak_lr": 3e-2}
 
 
 def tiny(corpus, recipe="none", mesh=ONE, **changes):
