@@ -196,7 +196,8 @@ def drifting_runs(corpus, recipe, *, seeds):
 
 def test_initial_weights_do_not_depend_on_the_mesh(corpus):
     a, b = (leaves(initial_state(tiny(corpus, mesh=m), sharding.make_mesh(m))) for m in (ONE, MESH))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6)  # the same draws; erf⁻¹ may differ by an ulp  # noqa: E731
+    jax.tree.map(close, a, b)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
