@@ -7,6 +7,7 @@ token in the linears; everything else should hide behind them.
 
 import argparse
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ RECIPES = {"none": 1.05, "fp8_current": None, "mxfp4": 1.20, "mxfp4_sr": None, "
 
 
 def settings_for(recipe: str, *, scan: bool) -> config.Settings:
-    c = config.default_config()
+    c: Any = config.default_config()
     c.quant.recipe = recipe
     c.model.update(vocab_size=4096, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=704, scan_layers=scan)
     c.data.seq_len, c.train.batch_size = 256, 16

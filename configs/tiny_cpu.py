@@ -2,7 +2,8 @@
 
     python -m train.main --config=configs/tiny_cpu.py[:RECIPE] [--workdir=runs/NAME]
 
-Hardware: 2 CPU cores, about 4 minutes. Expected validation loss of mxfp4_h16, seed 0: 1.41 nats per byte (README.md). The argument names a recipe
+Hardware: 2 CPU cores, about 4 minutes. Expected validation loss of mxfp4_h16, seed 0: 1.41 nats
+per byte (README.md). The argument names a recipe
 (`python -m fp4jax list`); the default is mxfp4_h16.
 """
 
