@@ -118,7 +118,7 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
-    shardings = sharding.state_shardings(mesh, jax.eval_shape(_init_and_shardings(settings, mesh)[0]), fsdp=settings.mesh.fsdp)
+    _, shardings = _init_and_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         train_step,
