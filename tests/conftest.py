@@ -6,5 +6,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Let the runs of one test module share what they compile."""
+    from helpers import share_programs  # imports jax's users, so only once the switches above are set
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_programs(monkeypatch)
+        yield

@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from helpers import compiled_step, initial_state, rows, run, settings, share_programs, snapshot, train, write_corpus
+from helpers import compiled_step, initial_state, rows, run, settings, snapshot, train, write_corpus
 
 from fp4jax import recipes
 from models import llama
 from train import cli, config, data, evaluate, sharding, step
 from train.errors import InputError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _share():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        share_programs(monkeypatch)
-        yield
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from train.errors import InputError
 STEPS = 20
 MESH = sharding.MeshConfig(data=4, model=2)
 ONE = sharding.MeshConfig(data=1, model=1)
+WHOLE = dataclasses.replace(MESH, fsdp=False)
 # Enough tokens and speed that codes flip within the first steps; with few, the first flip's moment is all that is measured.
 LONGER = {"train__batch_size": 16, "data__seq_len": 64, "optimizer__peak_lr": 3e-2}
 
@@ -129,12 +130,13 @@ MODEL = llama.LlamaConfig(256, 64, 2, 4, 2, 128, head_dim=32)
         (MESH, {"head_dim": 16}, "mxfp4", r"n_kv_heads · head size per device = 16 is not a multiple of 32"),
         (MESH, {"head_dim": 16}, "mxfp4_fprop", ""),
         (ONE, {"head_dim": 16}, "mxfp4", ""),
+        (WHOLE, {"d_model": 66, "head_dim": 32}, "none", ""),
     ],
 )
 def test_blocks_and_dimensions_must_divide_per_device(mesh, model, recipe, message):
     def check():
         changed = dataclasses.replace(MODEL, **model)
-        sharding.check(sharding.make_mesh(mesh), changed, recipes.get(recipe), microbatch=8, seq_len=32)
+        sharding.check(sharding.make_mesh(mesh), changed, recipes.get(recipe), microbatch=8, seq_len=32, fsdp=mesh.fsdp)
 
     if not message:
         return check()

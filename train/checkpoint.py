@@ -5,10 +5,13 @@ iterator state, data fingerprint, recipe and its digest, versions). "run" also h
 itself, since the storage checks neither: one flipped bit in a file of either makes `restore` raise.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -50,7 +53,8 @@ class Checkpoints:
             raise InputError(f"no checkpoint of step {step} in {self.path}: there are {self.steps()}")
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
         try:
-            restored = self._manager.restore(step, args=args)
+            with reads_drained():
+                restored = self._manager.restore(step, args=args)
         except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
             raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
         state, run = TrainState(*restored["state"]), restored["run"]
@@ -66,6 +70,31 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+class _DrainedLoop(asyncio.SelectorEventLoop):
+    """An event loop that lets its tasks end before it closes."""
+
+    def close(self) -> None:
+        pending = () if self.is_closed() else asyncio.all_tasks(self)
+        if pending:
+            self.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        super().close()
+
+
+@contextlib.contextmanager
+def reads_drained() -> Iterator[None]:
+    """Let orbax read through loops of the class above.
+
+    The first array that cannot be read ends a restore of orbax 0.12.8 and closes its loop. The other reads then have
+    nowhere to report to, and Python prints a traceback for each, from other threads and at any later time.
+    """
+    factory = asyncio.new_event_loop
+    asyncio.new_event_loop = _DrainedLoop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = factory
 
 
 def _checksum(run: dict[str, Any]) -> str:

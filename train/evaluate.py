@@ -39,9 +39,8 @@ def main() -> int:
         except ValueError as error:
             raise InputError(f"--recipe: {error}") from None
         settings = dataclasses.replace(settings, numerics=numerics, recipe_name=RECIPE.value)
-    size = BATCH_SIZE.value if BATCH_SIZE.value is not None else settings.train.eval_batch_size or settings.train.batch_size
-    if size < 1:
-        raise InputError(f"--batch_size={size} is not positive")
+    if BATCH_SIZE.value is not None and BATCH_SIZE.value < 1:
+        raise InputError(f"--batch_size={BATCH_SIZE.value} is not positive")
 
     dataset = data.load(settings.data)
     if dataset.fingerprint != fingerprint:
@@ -55,12 +54,7 @@ def main() -> int:
         raise InputError(f"{workdir} has no checkpoint yet")
     state, run = checkpoints.restore(at, step.abstract_state(settings, mesh))
     checkpoints.close()
-    batches = data.val_batches(
-        dataset,
-        seq_len=settings.data.seq_len,
-        batch_size=size + -size % mesh.shape["data"],
-        max_sequences=settings.data.max_val_sequences,
-    )
+    batches = step.val_batches(settings, mesh, dataset, batch_size=BATCH_SIZE.value or 0)
     try:
         eval_step = step.make_eval_step(settings, mesh, stochastic=STOCHASTIC.value)
         loss = step.validation_loss(eval_step, mesh, state, batches)

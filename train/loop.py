@@ -57,7 +57,7 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     train = settings.train
     recipe = settings.numerics.recipe if settings.numerics.strict else Recipe()
     microbatch = train.batch_size // train.accumulation
-    sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len)
+    sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len, fsdp=settings.mesh.fsdp)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
@@ -66,19 +66,24 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
         census = step.census_rows(settings)
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        _write_json(workdir / "config.json", {**new, "run": {"data_fingerprint": dataset.fingerprint}})
-        _write_json(workdir / "census.json", census)
-    except OSError as error:
-        raise InputError(f"workdir {workdir} cannot be written: {error}") from None
+    if stored is None:  # an old one is rewritten once its checkpoint was read
+        _write_json(workdir / "config.json", _config_json(settings, dataset))
+    _write_json(workdir / "census.json", census)
     return dataset, mesh, census
+
+
+def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:
+    return {**settings.to_dict(), "run": {"data_fingerprint": dataset.fingerprint}}
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
 
 
 class Run:
@@ -94,6 +99,7 @@ class Run:
         self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
         self.val_loss: float | None = None
         self.state, self.done = self._restore_or_init()
+        _write_json(workdir / "config.json", _config_json(settings, dataset))
         self.train_step = step.make_train_step(settings, mesh)
         self.eval_step = step.make_eval_step(settings, mesh)
 
@@ -166,13 +172,7 @@ class Run:
         return now
 
     def evaluate(self, metrics: Metrics | None) -> None:
-        size = self.settings.train.eval_batch_size or self.settings.train.batch_size
-        batches = data.val_batches(
-            self.dataset,
-            seq_len=self.settings.data.seq_len,
-            batch_size=size + -size % self.mesh.shape["data"],
-            max_sequences=self.settings.data.max_val_sequences,
-        )
+        batches = step.val_batches(self.settings, self.mesh, self.dataset)
         self.val_loss = step.validation_loss(self.eval_step, self.mesh, self.state, batches)
         if not math.isfinite(self.val_loss):
             raise GuardError(f"step {self.done}: validation loss is {self.val_loss}")

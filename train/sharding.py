@@ -57,14 +57,14 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def check(mesh: Mesh, model: LlamaConfig, recipe: Recipe, *, microbatch: int, seq_len: int) -> None:
+def check(mesh: Mesh, model: LlamaConfig, recipe: Recipe, *, microbatch: int, seq_len: int, fsdp: bool = True) -> None:
     """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
     data, tensor = mesh.shape["data"], mesh.shape["model"]
     sizes = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
     for name, size in sizes.items():
         if size % tensor:
             raise InputError(f"model.{name}={size} is not a multiple of the mesh's model axis ({tensor})")
-    if model.d_model % data:
+    if fsdp and model.d_model % data:
         raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's data axis ({data})")
     if microbatch % data:
         raise InputError(f"a microbatch of {microbatch} sequences is not a multiple of the mesh's data axis ({data})")

@@ -5,7 +5,7 @@ Shape key: A microbatches, B sequences, T positions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from fp4jax import bits
 from fp4jax.numerics import Numerics, census
 from fp4jax.recipe import GEMMS, Recipe, round_to_nearest
 from models import llama
-from train import optimizer, sharding
+from train import data, optimizer, sharding
 from train.config import Settings
 
 
@@ -151,6 +151,19 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
         return jax.vmap(one)(tokens_BT1, first_row + jnp.arange(tokens_BT1.shape[0], dtype=jnp.uint32))
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def val_batches(
+    settings: Settings, mesh: Mesh, dataset: data.Dataset, *, batch_size: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
+    """Return the validation batches of a run; batch_size: 0 for the run's own, rounded up to what the mesh divides."""
+    size = batch_size or settings.train.eval_batch_size or settings.train.batch_size
+    return data.val_batches(
+        dataset,
+        seq_len=settings.data.seq_len,
+        batch_size=size + -size % mesh.shape["data"],
+        max_sequences=settings.data.max_val_sequences,
+    )
 
 
 def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[dict[str, np.ndarray]]) -> float:
