@@ -5,7 +5,9 @@
     wgrad  dw_KN = Q(H_M·x_MK)ᵀ · Q(H_M·dy_MN)
 
 Every cast starts from the high-precision tensor, along the contraction axis of the GEMM that consumes it; nothing is
-quantized twice. Products are summed in FP32. Only first derivatives are defined.
+quantized twice, unless a recipe asks for exactly that: with source="fprop" the backward GEMM casts Q(x·H_K) or Q(H_K·w), its
+product is then rotated back along K. Under a clipping rule ("quest") the gradient of a clipped element is zero, in the rotated
+space. Products are summed in FP32. Only first derivatives are defined.
 
 Any dimension numbers are brought to this 2-D form: several contracting axes are flattened into K, several free axes of lhs
 into M and of rhs into N, in the order lax.dot_general returns them; batch axes are mapped (each with its own draws).
@@ -18,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp4jax import bits, rotation
+from fp4jax import bits, rotation, rounding
 from fp4jax.ops import quantize
 from fp4jax.recipe import GEMMS, OPERANDS, GemmSpec, Recipe
 
@@ -43,25 +45,35 @@ def quantized_dot_general(
     *,
     recipe: Recipe,
     key=None,
+    history=None,
     impl: str = "auto",
 ) -> jax.Array:
     """Return lax.dot_general(lhs, rhs, dimension_numbers) with the forward and both backward GEMMs following `recipe`.
 
     lhs: activations x, rhs: weights w; float32, bfloat16 or float16. The result has the operands' promoted dtype, or
     preferred_element_type; the gradients have the dtypes of lhs and rhs. precision applies to GEMMs that the recipe leaves
-    plain; a quantized GEMM always accumulates in FP32. key: as in `quantize`, needed when recipe.needs_key. A recipe that
-    is plain everywhere is lax.dot_general itself. Raises ValueError when a contraction length is not a multiple of the
-    GEMM's blocks and rotation and the GEMM does not pad, when the key is missing, or when `impl` is unknown.
+    plain; a quantized GEMM always accumulates in FP32. key: as in `quantize`, needed when recipe.needs_key. history: float32
+    [3, 2, H], needed when recipe.needs_history (delayed scaling): the maxima of earlier steps per GEMM and operand, newest
+    first; a "delayed" scale is made from the newest, or from the operand itself where that is 0. Its cotangent is no
+    gradient: it holds this call's maxima in [:, :, 0] and zeros elsewhere (see `roll_history`). A recipe that is plain
+    everywhere is lax.dot_general itself. Raises ValueError when a contraction length is not a multiple of the GEMM's blocks
+    and rotation and the GEMM does not pad, when key or history are missing, or when `impl` is unknown.
     """
     resolve_impl(impl)
     if recipe.is_plain:
         return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
     if recipe.needs_key and key is None:
         raise ValueError("the recipe draws random bits (stochastic rounding or redrawn signs): pass key=")
+    if recipe.needs_history and history is None:
+        raise ValueError("the recipe takes scales from earlier steps (delayed scaling): pass history=")
+    if not recipe.needs_history:
+        history = None
     key = None if key is None else bits.as_key(key)
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)  # refuses what lax refuses
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
     check_gemms(recipe, contraction_lengths(lhs, rhs, dimension_numbers))
+    if recipe.needs_history and dimension_numbers[1][0]:
+        raise ValueError("delayed scaling does not apply to a dot with batch axes")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free, rhs_free = _free_axes(lhs, rhs, dimension_numbers)
     batch = tuple(lhs.shape[a] for a in lhs_batch)
@@ -70,8 +82,8 @@ def quantized_dot_general(
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
     dot = functools.partial(_dot_2d, recipe=recipe, precision=precision, out_dtype=jnp.dtype(out_dtype))
     for _ in batch:
-        dot = jax.vmap(dot, in_axes=(0, 0, None))
-    y = dot(x, w, key)
+        dot = jax.vmap(dot, in_axes=(0, 0, None, None))
+    y = dot(x, w, key, history)
     return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
 
 
@@ -94,7 +106,7 @@ def contraction_lengths(lhs, rhs, dimension_numbers) -> dict[str, int]:
 
 
 def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
-    """Raise ValueError when the contraction length of one of the GEMMs does not divide and the GEMM does not pad."""
+    """Raise ValueError when a length does not divide: the contraction of a GEMM that does not pad, or across a square block."""
     for gemm, length in lengths.items():
         spec: GemmSpec = getattr(recipe, gemm)
         if length % spec.multiple and not spec.pad:
@@ -102,26 +114,80 @@ def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
                 f"{gemm}: contraction length {length} is not a multiple of {spec.multiple} "
                 f"({spec}); set {gemm}.pad=True to pad it with zeros"
             )
+        for operand, free in zip((spec.lhs, spec.rhs), FREE_LENGTH_OF[gemm], strict=True):
+            if lengths[free] % (operand.across or 1) and not spec.pad:
+                raise ValueError(
+                    f"{gemm}: length {lengths[free]} across square blocks is not a multiple of {operand.across} ({spec})"
+                )
 
 
-def _dot_2d(x, w, key, *, recipe, precision, out_dtype):
+# The free length of lhs and rhs of each GEMM, named by the GEMM that contracts it: M of x, N of w, and so on.
+FREE_LENGTH_OF = {"fprop": ("wgrad", "dgrad"), "dgrad": ("wgrad", "fprop"), "wgrad": ("fprop", "dgrad")}
+
+
+def _dot_2d(x, w, key, history, *, recipe, precision, out_dtype):
     """The custom_vjp dot of x_MK and w_KN."""
 
-    @jax.custom_vjp
-    def dot(x_MK, w_KN, key):
-        return _gemm("fprop", recipe, (x_MK, 1), (w_KN, 0), key, precision, out_dtype)
+    def run(gemm, lhs, rhs, key, history, out_dtype):
+        return _gemm(gemm, recipe, lhs, rhs, key, history, precision, out_dtype)
 
-    def forward(x_MK, w_KN, key):
-        return dot(x_MK, w_KN, key), (x_MK, w_KN, key)
+    @jax.custom_vjp
+    def dot(x_MK, w_KN, key, history):
+        return run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)[0]
+
+    def forward(x_MK, w_KN, key, history):
+        y_MN, maxima = run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)
+        return y_MN, (x_MK, w_KN, key, history, maxima)
 
     def backward(residuals, dy_MN):
-        x_MK, w_KN, key = residuals
-        dx_MK = _gemm("dgrad", recipe, (dy_MN, 1), (w_KN, 1), key, precision, x_MK.dtype)
-        dw_KN = _gemm("wgrad", recipe, (x_MK, 0), (dy_MN, 0), key, precision, w_KN.dtype)
-        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None
+        x_MK, w_KN, key, history, maxima = residuals
+        reuse_w, reuse_x = recipe.dgrad.rhs.source == "fprop", recipe.wgrad.lhs.source == "fprop"
+        fprop_key = _gemm_key(key, "fprop")
+        signs = _signs(recipe.fprop, fprop_key) if reuse_w or reuse_x else None
+        w = _cast_operand(1, recipe.fprop, (w_KN, 0), fprop_key, signs, "w")[0] if reuse_w else w_KN
+        x = _cast_operand(0, recipe.fprop, (x_MK, 1), fprop_key, signs, "x")[0] if reuse_x else x_MK
+        dx_MK, dgrad_maxima = run("dgrad", (dy_MN, 1), (w, 1), key, history, jnp.float32 if reuse_w else x_MK.dtype)
+        dw_KN, wgrad_maxima = run("wgrad", (x, 0), (dy_MN, 0), key, history, jnp.float32 if reuse_x else w_KN.dtype)
+        dx_MK = _to_input(dx_MK, 0, (x_MK, 1), recipe, key, rotated=reuse_w)
+        dw_KN = _to_input(dw_KN, 1, (w_KN, 0), recipe, key, rotated=reuse_x)
+        if history is not None:
+            measured = jnp.stack([jnp.stack(pair) for pair in (maxima, dgrad_maxima, wgrad_maxima)])
+            history = jnp.zeros_like(history).at[..., 0].set(measured)
+        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None, history
 
     dot.defvjp(forward, backward)
-    return dot(x, w, key)
+    return dot(x, w, key, history)
+
+
+def roll_history(history: jax.Array, measured: jax.Array) -> jax.Array:
+    """Return the history after one optimizer step: float32 [..., H], newest first; measured: its cotangent."""
+    return jnp.concatenate([measured[..., :1], history[..., :-1]], axis=-1)
+
+
+def _to_input(gradient, index, operand_and_axis, recipe, key, *, rotated):
+    """Return the gradient of one operand of fprop: clipped elements set to zero, rotated back to the operand's own space.
+
+    gradient: of Q(operand·H), along its padded axis, if `rotated`, otherwise of the operand.
+    """
+    (operand, axis), spec = operand_and_axis, recipe.fprop
+    operand_spec = (spec.lhs, spec.rhs)[index]
+    clips = operand_spec.scale_rule == "quest"
+    if not (clips or rotated):
+        return gradient
+    signs = _signs(spec, _gemm_key(key, "fprop"))
+
+    def rotate(x):
+        x = _pad(x, axis, spec.multiple) if spec.pad else x
+        return rotation.hadamard(x, spec.rotation.size, axis, signs) if spec.rotation.size else x
+
+    if clips:
+        inside = quantize.inside_clip(rotate(operand), operand_spec, axis)
+        gradient = jnp.where(inside, gradient if rotated else rotate(gradient), 0.0)
+    if spec.rotation.size:
+        gradient = rotation.hadamard(gradient, spec.rotation.size, axis)
+        if signs is not None:
+            gradient = rotation.multiply_signs(gradient, signs, axis)
+    return lax.slice_in_dim(gradient, 0, operand.shape[axis], axis=axis).astype(operand.dtype)
 
 
 @jax.custom_jvp
@@ -135,45 +201,96 @@ def _raise_second_derivative(primals, tangents):
     raise NotImplementedError("second derivatives of a quantized dot are not defined")
 
 
-def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, precision, out_dtype):
-    """One GEMM through its spec; each operand comes with its contraction axis."""
-    spec: GemmSpec = getattr(recipe, gemm)
-    (lhs, lhs_axis), (rhs, rhs_axis) = lhs_and_axis, rhs_and_axis
-    dimension_numbers = (((lhs_axis,), (rhs_axis,)), ((), ()))
-    if spec.is_plain:
-        return lax.dot_general(lhs, rhs, dimension_numbers, precision, out_dtype)
-    gemm_key = None if key is None else bits.fold_in(key, GEMMS.index(gemm))
-    signs = None
+def _gemm_key(key: bits.Key | None, gemm: str) -> bits.Key | None:
+    return None if key is None else bits.fold_in(key, GEMMS.index(gemm))
+
+
+def _signs(spec: GemmSpec, gemm_key: bits.Key | None) -> jax.Array | None:
+    if not spec.rotation.size:
+        return None
+    return rotation.rotation_signs(spec.rotation, None if gemm_key is None else bits.fold_in(gemm_key, _SIGNS_WORD))
+
+
+def _cast_operand(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name, amax=None):
+    """Pad, rotate and quantize one operand; return (its values in FP32, its maximum or 0, what `split` took out)."""
+    (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
+    free_axis = 1 - axis
+    free_length = operand.shape[free_axis]
+    if spec.pad:
+        operand = _pad(operand, axis, spec.multiple)
+        operand = _pad(operand, free_axis, operand_spec.across or 1)
     if spec.rotation.size:
-        signs_key = None if gemm_key is None else bits.fold_in(gemm_key, _SIGNS_WORD)
-        signs = rotation.rotation_signs(spec.rotation, signs_key)
+        operand = rotation.hadamard(operand, spec.rotation.size, axis, signs)
+    first = None
+    if spec.split == "first":
+        operand, first = rotation.split_first(operand, spec.rotation.size, axis)
+    operand_key = None
+    if operand_spec.draws and gemm_key is not None:
+        operand_key = bits.fold_in(gemm_key, index)
+        if name not in TOKEN_OPERANDS:
+            operand_key = operand_key._replace(row_offset=0)
+    quantize.check_operand(operand, operand_spec, axis, operand_key)
+    measured = jnp.float32(0)
+    if operand_spec.scale_rule == "delayed":
+        measured = rounding.max_magnitude(operand.astype(jnp.float32)).reshape(())
+    values = quantize.fake_quantize(operand, operand_spec, axis, operand_key, amax)
+    return lax.slice_in_dim(values, 0, free_length, axis=free_axis), measured, first
 
-    def cast(index, operand, axis):
-        operand_spec = (spec.lhs, spec.rhs)[index]
-        if spec.pad:
-            operand = _pad(operand, axis, spec.multiple)
-        if spec.rotation.size:
-            operand = rotation.hadamard(operand, spec.rotation.size, axis, signs)
-        operand_key = None
-        if operand_spec.rounding == "sr" and gemm_key is not None:
-            operand_key = bits.fold_in(gemm_key, index)
-            if OPERANDS[gemm][index] not in TOKEN_OPERANDS:
-                operand_key = operand_key._replace(row_offset=0)
-        quantize.check_operand(operand, operand_spec, axis, operand_key)
-        return quantize.fake_quantize(operand, operand_spec, axis, operand_key)
 
-    product = lax.dot_general(
-        cast(0, lhs, lhs_axis),
-        cast(1, rhs, rhs_axis),
-        dimension_numbers,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return product.astype(out_dtype)
+def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, history, precision, out_dtype):
+    """One GEMM through its spec, each operand with its contraction axis; return (product, both maxima for the history)."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    operands, axes = zip(lhs_and_axis, rhs_and_axis, strict=True)
+    dimension_numbers = (((axes[0],), (axes[1],)), ((), ()))
+    if spec.is_plain:
+        return lax.dot_general(*operands, dimension_numbers, precision, out_dtype), (jnp.float32(0),) * 2
+    gemm_key, rank_one = _gemm_key(key, gemm), None
+    if spec.split == "mean":
+        operands, rank_one = _split_mean(gemm, operands, axes)
+    signs = _signs(spec, gemm_key)
+
+    def cast(i):
+        amax = None if history is None else history[GEMMS.index(gemm), i, 0]
+        return _cast_operand(i, spec, (operands[i], axes[i]), gemm_key, signs, OPERANDS[gemm][i], amax)
+
+    (lhs, lhs_max, lhs_first), (rhs, rhs_max, rhs_first) = cast(0), cast(1)
+    product = _fp32_dot(lhs, rhs, dimension_numbers)
+    gain = spec.lhs.gain * spec.rhs.gain
+    if gain != 1:
+        product = product * jnp.float32(1 / gain)
+    if rank_one is not None:
+        product = product + rank_one
+    if lhs_first is not None and rhs_first is not None:
+        product = product + _fp32_dot(_to_bfloat16(lhs_first), _to_bfloat16(rhs_first), dimension_numbers)
+    return product.astype(out_dtype), (lhs_max, rhs_max)
+
+
+def _fp32_dot(lhs, rhs, dimension_numbers) -> jax.Array:
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _to_bfloat16(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _split_mean(gemm, operands, axes):
+    """Return (the operands less their means over tokens, the FP32 product that these means stand for).
+
+    fprop, dgrad: (x̃ + 1·μᵀ)·w = x̃·w + 1·(μᵀw). wgrad: (x̃ + 1·μᵀ)ᵀ(dỹ + 1·νᵀ) = x̃ᵀdỹ + M·μνᵀ, as x̃ and dỹ sum to zero.
+    """
+    lhs, rhs = (x.astype(jnp.float32) for x in operands)
+    dimension_numbers = (((axes[0],), (axes[1],)), ((), ()))
+    lhs_mean = jnp.mean(lhs, axis=0, keepdims=True)
+    if gemm != "wgrad":
+        return (lhs - lhs_mean, rhs), _fp32_dot(lhs_mean, rhs, dimension_numbers)
+    rhs_mean = jnp.mean(rhs, axis=0, keepdims=True)
+    return (lhs - lhs_mean, rhs - rhs_mean), _fp32_dot(lhs_mean, rhs_mean, dimension_numbers) * lhs.shape[0]
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     """Append zeros along `axis` up to the next multiple."""
+    if x.shape[axis] % multiple == 0:
+        return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)

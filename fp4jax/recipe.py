@@ -41,34 +41,68 @@ def _check_types(spec: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
-    """One operand: element and scale format, elements per scale, scale rule, rounding.
+    """One operand: element and scale format, elements per scale, scale rule, rounding, and what is cast.
 
     format: a key of `formats.FORMATS`. block: elements along the contraction axis that share one scale, 0 = whole tensor.
-    scale_rule: "floor", "even", "ceil" (MXFP4, see `rounding.mx_scale_byte`) or "amax" (FP8). rounding: "rne" (round to
-    nearest, ties to even) or "sr" (stochastic). Raises ValueError for any value that does not apply to the format.
+    scale_rule: a rule of the format (see `fp4jax.scales`). rounding: "rne" (round to nearest, ties to even), "sr"
+    (stochastic) or "eden". across: elements across the contraction axis that share one scale: 1, or `block` for square
+    blocks such as 32x32. source: "input" casts the high-precision operand; "fprop" (w of dgrad, x of wgrad) casts the
+    operand that fprop has quantized, rotated as it was there. Raises ValueError for any value that does not apply.
     """
 
     format: str = "none"
     block: int | None = None
     scale_rule: str | None = None
     rounding: str | None = None
+    across: int | None = None
+    source: str | None = None
 
     def __post_init__(self):
         if self.format not in formats.FORMATS:
             raise ValueError(f"unknown format={self.format!r}: choose from {list(formats.FORMATS)}")
         fmt = formats.FORMATS[self.format]
-        for field, allowed in (("block", fmt.blocks), ("scale_rule", fmt.scale_rules), ("rounding", fmt.roundings)):
-            object.__setattr__(self, field, _choose(f"format {self.format!r}", field, getattr(self, field), allowed))
+        self._choose("block", f"format {self.format!r}", fmt.blocks)
+        self._choose("scale_rule", f"format {self.format!r}", tuple(fmt.rules))
+        self._choose("rounding", f"{self.format!r} with scale_rule={self.scale_rule!r}", fmt.rules[str(self.scale_rule)])
+        square = self.block and self.scale_rule not in formats.ONE_DIMENSIONAL_RULES
+        self._choose("across", f"{self.format!r} with this block and rule", (1, self.block) if square else (1,))
+        self._choose("source", f"format {self.format!r}", ("input", "fprop") if fmt.element else ("input",))
+        if self.scale_rule == "delayed" and self.block:
+            raise ValueError(f"scale_rule='delayed' does not apply to block={self.block}: it has one scale per tensor")
+
+    def _choose(self, field: str, owner: str, allowed: tuple) -> None:
+        object.__setattr__(self, field, _choose(owner, field, getattr(self, field), allowed))
 
     @property
     def element(self) -> formats.ElementFormat | None:
         return formats.FORMATS[self.format].element
 
+    @property
+    def scale(self) -> str:
+        """How the scales are stored: "none", "float32", "e8m0" or "e4m3"."""
+        return formats.FORMATS[self.format].scale
+
+    @property
+    def multiple(self) -> int:
+        """The length of the contraction axis must be a multiple of this."""
+        return formats.EDEN_GROUP if self.rounding == "eden" else self.block or 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether the cast needs random bits."""
+        return self.rounding in ("sr", "eden")
+
+    @property
+    def gain(self) -> float:
+        """The decoded values are this multiple of the operand."""
+        return formats.GAIN.get(str(self.scale_rule), 1.0)
+
     def __str__(self) -> str:
         if self.element is None:
             return self.format
-        block = f"1x{self.block}" if self.block else "tensor"
-        return f"{self.format}.{block}.{self.scale_rule}.{self.rounding}"
+        block = f"{self.across}x{self.block}" if self.block else "tensor"
+        source = "" if self.source == "input" else "(of fprop's)"
+        return f"{self.format}.{block}.{self.scale_rule}.{self.rounding}{source}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +126,23 @@ class Rotation:
         return f"H{self.size}{self.signs[0]}" if self.size else "-"  # pyright: ignore[reportOptionalSubscript]
 
 
+SPLITS = ("none", "mean", "first")
+
+
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
-    """One GEMM: its two operands, their common rotation, and whether a ragged contraction is zero-padded or refused."""
+    """One GEMM: its two operands, their common rotation, padding, and a part that stays in high precision.
+
+    pad: a ragged contraction, or other side of a square block, is filled up with zeros instead of refused. split: "mean"
+    subtracts from the token operands (x, dy) their mean over tokens and multiplies that rank-one part in high precision
+    (2603.10444); "first" multiplies the first coefficient of every rotated block, which gathers its mean, in BF16.
+    """
 
     lhs: OperandSpec = OperandSpec()
     rhs: OperandSpec = OperandSpec()
     rotation: Rotation = Rotation()
     pad: bool = False
+    split: str = "none"
 
     def __post_init__(self):
         _check_types(self)
@@ -108,11 +151,21 @@ class GemmSpec:
             raise ValueError(f"rotation {self.rotation} does not apply to a GEMM without a quantized operand")
         if self.pad and self.multiple == 1:
             raise ValueError("pad=True does not apply to a GEMM without blocks and without a rotation")
+        if any(s.rounding == "eden" for s in quantized) and self.rotation.size != formats.EDEN_GROUP:
+            raise ValueError(f"rounding 'eden' needs a rotation of size {formats.EDEN_GROUP}, not {self.rotation}")
+        if self.split not in SPLITS:
+            raise ValueError(f"split={self.split!r}: choose from {list(SPLITS)}")
+        if self.split != "none" and not quantized:
+            raise ValueError(f"split={self.split!r} does not apply to a GEMM without a quantized operand")
+        if self.split == "first" and not self.rotation.size:
+            raise ValueError("split='first' does not apply to a GEMM without a rotation")
+        if self.split != "none" and "fprop" in (self.lhs.source, self.rhs.source):
+            raise ValueError(f"split={self.split!r} does not apply to an operand that fprop has quantized")
 
     @property
     def multiple(self) -> int:
         """The contraction length must be a multiple of this: both operands' blocks and the rotation (powers of two)."""
-        return max(self.lhs.block or 1, self.rhs.block or 1, self.rotation.size or 1)
+        return max(self.lhs.multiple, self.rhs.multiple, self.rotation.size or 1)
 
     @property
     def is_plain(self) -> bool:
@@ -120,7 +173,8 @@ class GemmSpec:
         return self.lhs.format == self.rhs.format == "none"
 
     def __str__(self) -> str:
-        return f"{self.lhs} × {self.rhs} {self.rotation}" + (" pad" if self.pad else "")
+        split = "" if self.split == "none" else f" split {self.split}"
+        return f"{self.lhs} × {self.rhs} {self.rotation}{split}" + (" pad" if self.pad else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +187,13 @@ class Recipe:
 
     def __post_init__(self):
         _check_types(self)
+        if self.fprop.lhs.source == "fprop" or self.fprop.rhs.source == "fprop":
+            raise ValueError("source='fprop' does not apply to fprop itself")
+        if self.dgrad.lhs.source == "fprop" or self.wgrad.rhs.source == "fprop":
+            raise ValueError("source='fprop' does not apply to dy, which fprop never sees")
+        for again, first in ((self.dgrad.rhs, self.fprop.rhs), (self.wgrad.lhs, self.fprop.lhs)):
+            if again.source == "fprop" and (first.element is None or first.gain != 1):
+                raise ValueError(f"source='fprop' needs an operand that fprop quantizes without a gain, not {first}")
 
     @property
     def is_plain(self) -> bool:
@@ -142,7 +203,12 @@ class Recipe:
     def needs_key(self) -> bool:
         """Whether any cast draws random bits (stochastic rounding or redrawn signs)."""
         specs = [getattr(self, g) for g in GEMMS]
-        return any("sr" in (s.lhs.rounding, s.rhs.rounding) or s.rotation.signs == "redrawn" for s in specs)
+        return any(s.lhs.draws or s.rhs.draws or s.rotation.signs == "redrawn" for s in specs)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether any cast takes its scale from the maxima of earlier steps."""
+        return any("delayed" in (g.lhs.scale_rule, g.rhs.scale_rule) for g in (self.fprop, self.dgrad, self.wgrad))
 
     def digest(self) -> str:
         """Return 12 hex digits that identify the content of the recipe."""
@@ -169,6 +235,9 @@ def leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     return walk("", recipe.to_dict())
 
 
+_RESET = {"format": ("block", "scale_rule", "rounding", "across", "source"), "size": ("signs",)}
+
+
 def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Return the recipe with leaves replaced, `changes` mapping dotted paths to values.
 
@@ -183,7 +252,7 @@ def override(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
             node = node[name] if isinstance(node, dict) and name in node else None
         if not isinstance(node, dict) or leaf not in node or isinstance(node[leaf], dict):
             raise ValueError(f"unknown recipe leaf {path!r}: choose from {[p for p, _ in leaves(recipe)]}")
-        for other in {"format": ("block", "scale_rule", "rounding"), "size": ("signs",)}.get(leaf, ()):
+        for other in _RESET.get(leaf, ()):
             if node[leaf] != value and ".".join([*parents, other]) not in changes:
                 node[other] = None
         node[leaf] = value
@@ -204,5 +273,8 @@ def from_dict(tree: Mapping[str, Any]) -> Recipe:
 
 
 def round_to_nearest(recipe: Recipe) -> Recipe:
-    """Return the recipe with every stochastic rounding replaced by RNE, as evaluation uses it."""
-    return override(recipe, {path: "rne" for path, value in leaves(recipe) if value == "sr"})
+    """Return the recipe as evaluation uses it: no random rounding, and no scale from the history of another step."""
+    changes: dict[str, Any] = {path: "rne" for path, value in leaves(recipe) if value in ("sr", "eden")}
+    changes |= {path: "amax" for path, value in leaves(recipe) if value == "delayed"}
+    changes |= {path: "two_level" for path, value in leaves(recipe) if value == "eden" and path.endswith("scale_rule")}
+    return override(recipe, changes)

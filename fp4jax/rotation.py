@@ -46,9 +46,8 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
     if length % size:
         raise ValueError(f"Hadamard {size=} does not divide axis {axis} of length {length}")
     x = x.astype(jnp.float32)
-    after = (1,) * (x.ndim - 1 - axis)
     if signs is not None:
-        x = x * jnp.tile(signs.astype(jnp.float32), length // size).reshape(*(1,) * axis, length, *after)
+        x = multiply_signs(x, signs, axis)
     stride, shape = 1, x.shape
     while stride < size:
         # Along the last axis a block lies within a cache line, and one pass does; elsewhere many strided reads would not pay.
@@ -61,6 +60,19 @@ def hadamard(x: jax.Array, size: int, axis: int, signs: jax.Array | None = None)
         # Kept in memory: fused into its readers, block maximum and rounding, every sum would be taken anew for each.
         x = lax.optimization_barrier(x.reshape(shape))
     return x
+
+
+def multiply_signs(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
+    """Return x with every block of len(signs) elements along `axis` multiplied by `signs`."""
+    tiled = jnp.tile(signs.astype(jnp.float32), x.shape[axis] // len(signs))
+    return x * tiled.reshape(*(1,) * axis, -1, *(1,) * (x.ndim - 1 - axis))
+
+
+def split_first(x: jax.Array, size: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Return (rotated `x` with the first coefficient of every block set to zero, these coefficients, `size` times fewer)."""
+    first = lax.slice_in_dim(x, 0, None, stride=size, axis=axis)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where(index % size == 0, 0.0, x), first
 
 
 def _transform(x: jax.Array, axis: int) -> jax.Array:

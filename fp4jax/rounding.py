@@ -1,4 +1,4 @@
-"""Exact arithmetic of the casts: float32 bit patterns, scale rules, rounding to an element grid. Plain jnp.
+"""Exact arithmetic of the casts: float32 bit patterns, rounding to an element grid, sums in a fixed order. Plain jnp.
 
 Everything works on exponent bits: `floor(log2(x))` and `exp2(k)` are not exact on every backend, bit patterns are. XLA on
 CPU flushes subnormals and GPUs do not; so that both agree, a float32 with exponent field 0 counts as a zero of its sign.
@@ -9,9 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp4jax import formats
-
-SCALE_RULES = ("floor", "even", "ceil")
-NAN_BYTE = 255
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -35,41 +32,41 @@ def flush(x: jax.Array) -> jax.Array:
     return from_bits(jnp.where(b & 0x7F800000 == 0, b & jnp.int32(-(2**31)), b))
 
 
-def max_magnitude(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """Return max |x| of float32 `x` over one axis or all, dimensions kept; Inf and NaN give Inf or NaN.
+def max_magnitude(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+    """Return max |x| of float32 `x` over some axes or all, dimensions kept; Inf and NaN give Inf or NaN.
 
     Taken on the bit patterns, whose order is that of the magnitudes with NaN on top: XLA's float maximum on CPU loses NaN.
     """
     return from_bits(jnp.max(to_bits(x) & 0x7FFFFFFF, axis=axis, keepdims=True))
 
 
-def mx_scale_byte(amax: jax.Array, rule: str) -> jax.Array:
-    """Return the E8M0 byte (int32) of blocks with maximum magnitude `amax` (float32, ≥ 0); scale = 2^(byte - 127).
+def divide(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
+    """Return the IEEE quotient of float32 `x` and a constant or an array that broadcasts to it; 0 where x is 0.
 
-    With amax = m·2^k, 1 ≤ m < 2 (largest E2M1 exponent: 2):
-        floor  2^(k-2)                                  amax/scale in [4, 8)    clips above 6   OCP MX v1.0, section 6.3
-        even   2^(k-2) if m < 1.75 else 2^(k-1)         amax/scale in [3.5, 7)  clips above 6   AMD Transformer Engine, Quark
-        ceil   2^(k-2) if m ≤ 1.5 else 2^(k-1)          amax/scale in (3, 6]    never clips     2506.08027 (amax ≤ 6·scale)
-    Clamped to 1…254. amax zero or subnormal → 127 (scale 1). amax Inf or NaN → 255.
+    XLA turns a division by a constant (under jit) or by a broadcast (always) into a product with the reciprocal, and two
+    divisions in a row into one by the product: an ulp away. The barriers prevent both.
     """
-    # Adding just enough to the bits carries into the exponent field exactly when the mantissa is at the rule's threshold.
-    carry = {"floor": 0, "even": 0x200000, "ceil": 0x3FFFFF}[rule]
-    bits = to_bits(amax)
-    byte = jnp.clip(((bits + carry) >> 23) - 2, 1, 254)
-    byte = jnp.where(bits < 0x00800000, formats.E8M0_BIAS, byte)
-    return jnp.where(bits >= 0x7F800000, NAN_BYTE, byte)
+    if isinstance(divisor, float):
+        return lax.optimization_barrier(x / lax.optimization_barrier(jnp.full_like(x, divisor)))
+    return x / jnp.where(x == 0, 1.0, divisor)
 
 
-def per_tensor_scale(amax: jax.Array, element: formats.ElementFormat) -> jax.Array:
-    """Return the FP32 scale amax / element.max of a whole tensor (float32, same shape as amax).
+def no_contraction(x: jax.Array) -> jax.Array:
+    """Return x, computed by itself: a product is not fused into the addition that follows."""
+    return lax.optimization_barrier(x)
 
-    amax zero or subnormal → 1. A quotient below 2^-126 becomes 2^-126. amax Inf or NaN → NaN.
+
+def pairwise_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Return the sum over an axis whose length is a power of two, dimension kept, neighbours first: the same bits always.
+
+    A reduction leaves the order of summation to XLA, which changes it between eager and jit; the barrier keeps a product that
+    was computed before from being contracted into the first addition.
     """
-    # A constant divisor would become a multiplication by its reciprocal under jit: one ulp away from the eager quotient.
-    divisor = lax.optimization_barrier(jnp.full_like(amax, element.max))
-    scale = jnp.maximum(amax / divisor, jnp.float32(2.0**-126))
-    scale = jnp.where(to_bits(amax) < 0x00800000, 1.0, scale)
-    return jnp.where(to_bits(amax) >= 0x7F800000, jnp.nan, scale)
+    x = no_contraction(x)
+    while x.shape[axis] > 1:
+        even = lax.slice_in_dim(x, 0, None, stride=2, axis=axis)
+        x = even + lax.slice_in_dim(x, 1, None, stride=2, axis=axis)
+    return x
 
 
 def round_to_grid(x: jax.Array, element: formats.ElementFormat, random: jax.Array | None = None) -> jax.Array:

@@ -141,6 +141,16 @@ def snapshot(directory):
     }
 
 
+def patterns(x):
+    """Return the bit patterns of float32 values, every NaN being the same."""
+    x = np.asarray(x, np.float32)
+    return np.where(np.isnan(x), np.int32(0x7FC00000), x.view(np.int32))
+
+
+def assert_same(got, expected):
+    np.testing.assert_array_equal(patterns(got), patterns(expected))
+
+
 def tokens(run_settings, *, seed=0):
     """Return random tokens_BT1 for one step, on the settings' mesh."""
     shape = (run_settings.train.batch_size, run_settings.data.seq_len + 1)

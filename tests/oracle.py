@@ -16,7 +16,7 @@ TINY = 2.0**-126  # the smallest normal float32; anything below counts as a zero
 NAN_BYTE = 255
 # (exponent bits, mantissa bits, bias, largest finite value)
 ELEMENTS = {"e2m1": (2, 1, 1, 6), "e4m3": (4, 3, 7, 448), "e5m2": (5, 2, 15, 57344)}
-ELEMENT_OF = {"mxfp4": "e2m1", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+ELEMENT_OF = {f"{p}fp8_{e}": e for p in ("", "mx") for e in ("e4m3", "e5m2")} | {"mxfp4": "e2m1", "nvfp4": "e2m1"}
 
 
 # ------------------------------------------------------------------------------------------------- exact rationals
@@ -170,9 +170,147 @@ def fake_quantize(x, spec, axis: int, words=None) -> np.ndarray:
         return x
     if spec.format == "bf16":
         return bfloat16_rne(x)
-    if spec.format == "mxfp4":
-        return mx_quantize(x, axis, spec.scale_rule, words)[2]
+    if spec.block:
+        return block_quantize(x, spec, axis, words)["values"]
     return fp8_quantize(x, ELEMENT_OF[spec.format], words)[2]
+
+
+# ------------------------------------------------------------------------------------------------- any block format
+
+# NVFP4: what amax_block is divided by, and the largest block scale, as the papers give them (see fp4jax.scales)
+NVFP4 = {
+    "two_level": (6, 448),
+    "headroom": (6, 448 / (17 / 16)),
+    "four_over_six": (6, 256),
+    "single_level": (6, 448),
+    "eden": (6 / (17 / 16 * 0.93), 255.99),
+}
+
+
+def tiles(x, spec, axis: int):
+    """Return x as [blocks, elements of a block], blocks row-major with the contraction axis last."""
+    x = np.moveaxis(np.asarray(x), axis, -1)
+    rows, columns = int(np.prod(x.shape[:-1])) // spec.across, x.shape[-1] // spec.block
+    return x.reshape(rows, spec.across, columns, spec.block).swapaxes(1, 2).reshape(rows * columns, -1)
+
+
+def untile(blocks, shape, spec, axis: int):
+    """Undo `tiles`."""
+    moved = tuple(np.moveaxis(np.empty(shape, bool), axis, -1).shape)
+    rows, columns = int(np.prod(moved[:-1])) // spec.across, moved[-1] // spec.block
+    x = blocks.reshape(rows, columns, spec.across, spec.block).swapaxes(1, 2).reshape(moved)
+    return np.moveaxis(x, -1, axis)
+
+
+def block_quantize(x, spec, axis: int, words=None) -> dict:
+    """Return {"codes", "values", "scales", "tensor", "close"}; scales per block in float32.
+
+    Where a rule compares two errors or takes a root, "close" marks the blocks whose decision lies within rounding.
+    """
+    element = ELEMENT_OF.get(spec.format, "e2m1")
+    blocks = flush(tiles(np.asarray(x, np.float32), spec, axis))
+    words = None if words is None else tiles(words, spec, axis)
+    amax = np.abs(blocks).max(-1)
+    close, tensor = np.zeros(len(blocks), bool), np.float32(1)
+    with np.errstate(all="ignore"):
+        if spec.scale == "float32":
+            scales = np.array([fp8_scale(a, element) for a in amax], np.float32)
+            scaled = flush(blocks / scales[:, None])
+        elif spec.scale == "e8m0":
+            scales, close = e8m0_scales(blocks, amax, spec.scale_rule, element)
+            scaled = (blocks * np.float32(0.75) if spec.scale_rule == "floor_3_4" else blocks) / scales[:, None].astype(float)
+        else:
+            scales, tensor, close = nvfp4_scales(blocks, amax, spec.scale_rule)
+            product = scales[:, None] * tensor
+            scaled = flush((blocks / np.where(product == 0, np.float32(1), product)).astype(np.float32))
+            scaled = np.where(scales[:, None] == 0, np.copysign(np.float32(0), blocks), scaled)
+        decode_scale = (scales * tensor)[:, None]
+        bad = ~np.isfinite(decode_scale) | np.zeros(blocks.shape, bool)
+        scaled = np.where(bad, 0, scaled).astype(np.float64)
+        codes = np.where(bad, 0, encode(scaled, element, words if spec.rounding == "sr" else None)).astype(np.uint8)
+        if spec.rounding == "eden":
+            scales, close = eden_scales(scaled, decode(codes, element), scales, words[:, 0])
+            decode_scale = (scales * tensor)[:, None]
+        values = to_float32(np.where(bad, np.nan, decode(codes, element) * decode_scale.astype(np.float64)))
+    back = lambda a: untile(np.broadcast_to(a, blocks.shape), np.shape(x), spec, axis)  # noqa: E731
+    return {"codes": back(codes), "values": back(values), "scales": scales, "tensor": tensor, "close": back(close[:, None])}
+
+
+def e8m0_scales(blocks, amax, rule: str, element: str):
+    """Return (scales as float32, NaN where a block is not finite; blocks whose decision is close)."""
+    largest, mantissa_bits = ELEMENTS[element][3], ELEMENTS[element][1]
+    finite = np.isfinite(amax)
+    fraction, exponent = np.frexp(np.where(finite & (amax >= TINY), amax, 1).astype(np.float64))
+    m, k = 2 * fraction, exponent - 1
+    top = int(np.floor(np.log2(largest)))
+    larger = {"even": m >= 2 - 0.5 ** (mantissa_bits + 1), "ceil": m > largest / 2.0**top}.get(rule, np.zeros(m.shape, bool))
+    close = np.zeros(m.shape, bool)
+    e = k - top + larger
+    x = np.where(finite[:, None], blocks, 0).astype(np.float64)
+    if rule == "mse":
+        small, large = (
+            ((decode(encode(x / s, element), element) * s - x) ** 2).sum(-1)
+            for s in (2.0 ** e[:, None], 2.0 ** (e[:, None] + 1))
+        )
+        e, close = np.where(large < small, e + 1, e), nearly_equal(large, small)
+    if rule == "quest":
+        wanted = x.std(-1) * (2.92247856 / 6) + 1e-8
+        e = np.floor(np.log2(wanted)).astype(int)
+        close = np.abs(np.log2(wanted) - np.round(np.log2(wanted))) < 1e-4
+    scale = np.ldexp(1.0, np.clip(np.where(amax < TINY, 0, e), -126, 127)).astype(np.float32)
+    return np.where(finite, scale, np.float32(np.nan)), close
+
+
+def eden_scales(scaled, elements, scales, words):
+    """Return (E4M3 scales times ‖x‖²/⟨x,q⟩ of their group of 128, rounded stochastically; blocks close to the other one)."""
+    before, after = (a.reshape(-1, 8, 16) * scales.reshape(-1, 8, 1).astype(np.float64) for a in (scaled, elements))
+    inner = (before * after).sum((1, 2))
+    factor = np.where(inner == 0, 1, (before**2).sum((1, 2)) / np.where(inner == 0, 1, inner))
+    wanted = (scales.reshape(-1, 8) * factor[:, None]).reshape(-1)
+    down, up = (
+        decode(stochastic(wanted, "e4m3", w), "e4m3") for w in (np.full(wanted.shape, 2**32 - 1), np.zeros(wanted.shape, int))
+    )
+    share = (wanted - down) / np.where(up > down, up - down, 1)
+    rounded = decode(stochastic(wanted, "e4m3", words), "e4m3").astype(np.float32)
+    close = (np.abs(share - (words >> 8) / 2.0**24) < 1e-4) | (share < 1e-4) | (share > 1 - 1e-4)
+    return rounded, close & (wanted > 0)
+
+
+def nearly_equal(a, b):
+    """Return where a float32 evaluation could order a and b otherwise; an exact tie is one in float32 as well."""
+    return (np.abs(a - b) < 1e-5 * np.maximum(a, b)) & (a != b)
+
+
+def e4m3(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x), decode(rne(np.where(np.isfinite(x), x, 0).astype(np.float64), "e4m3"), "e4m3"), x).astype(
+        np.float32
+    )
+
+
+def nvfp4_scales(blocks, amax, rule: str):
+    """Return (block scales, tensor scale, blocks whose decision is close), every step rounded to float32."""
+    target, bound = NVFP4[rule]
+    f = np.float32
+    top = f(amax.max())
+    if not np.isfinite(top):
+        return np.full(amax.shape, f(np.nan)), f(np.nan), np.zeros(amax.shape, bool)
+    tensor = f(1) if top < TINY or rule == "single_level" else np.maximum(top / f(target * bound), f(TINY))
+    wanted = flush(flush(amax / f(target)) / tensor)
+    close = np.zeros(amax.shape, bool)
+    if rule == "headroom":
+        scale = e4m3(wanted * f(17 / 16))
+        return np.where(scale < wanted, scale + f(2.0**-9), scale), tensor, close
+    scale = e4m3(wanted)
+    if rule == "four_over_six":
+        smaller = e4m3(flush(flush(amax / f(4)) / tensor))
+        unit = blocks.astype(np.float64) / float(tensor)
+        error6, error4 = (
+            ((decode(encode(unit / np.where(s == 0, 1, s)[:, None], "e2m1"), "e2m1") * s[:, None] - unit) ** 2).sum(-1)
+            for s in (scale.astype(float), smaller.astype(float))
+        )
+        scale = np.where(error4 < error6, smaller, scale)
+        close = nearly_equal(error4, error6)
+    return scale, tensor, close
 
 
 def bfloat16_rne(x: np.ndarray) -> np.ndarray:

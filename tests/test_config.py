@@ -46,7 +46,9 @@ def changed(path, value):
         return "('a','b')", ("a", "b")
     if value is None:  # a recipe leaf
         leaf = path.rsplit(".", 1)[-1]
-        return {"block": ("32", 32), "size": ("16", 16), "pad": ("true", True)}.get(leaf, ("text", "text"))
+        return {"block": ("32", 32), "across": ("16", 16), "size": ("16", 16), "pad": ("true", True)}.get(
+            leaf, ("text", "text")
+        )
     return "text", "text"
 
 
@@ -61,7 +63,7 @@ def test_every_leaf_is_a_flag():
 def test_quant_has_every_leaf_of_a_recipe_as_an_unset_placeholder():
     quant = flat(config.default_config().quant.to_dict())
     paths = [path for path, _ in leaves(Recipe())]
-    assert len(paths) == 33
+    assert len(paths) == 48
     assert {path for path, value in quant.items() if value is None} == set(paths)
 
 

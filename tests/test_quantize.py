@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from helpers import assert_same, patterns
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp4jax import OperandSpec, bits, hadamard, quantize
@@ -25,16 +26,6 @@ by_fp8 = pytest.mark.parametrize("name", FP8)
 ALL_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 FINITE_BF16 = ALL_BF16[np.isfinite(ALL_BF16)]
 MAX = np.finfo(np.float32).max
-
-
-def patterns(x):
-    """Return the bit patterns of float32 values, every NaN being the same."""
-    x = np.asarray(x, np.float32)
-    return np.where(np.isnan(x), np.int32(0x7FC00000), x.view(np.int32))
-
-
-def assert_same(got, expected):
-    np.testing.assert_array_equal(patterns(got), patterns(expected))
 
 
 def assert_matches_oracle(x, rule, axis):
@@ -379,10 +370,13 @@ def test_errors_name_the_value():
     x = jnp.ones((33, 64))
     key = jax.random.key(0)
     for call, message in [
-        (lambda: quantize(x, MX["even"], 0), r"axis 0 of shape \(33, 64\).*block=32"),
+        (lambda: quantize(x, MX["even"], 0), r"axis 0 of shape \(33, 64\) is not a multiple of 32"),
         (lambda: quantize(x, MX["even"], 2), "axis=2"),
         (lambda: quantize(x, MX["even"], -3), "axis=-3"),
         (lambda: quantize(x, SR["even"], 1), "key="),
+        (lambda: quantize(x, OperandSpec("mxfp4", across=32), 1), r"axis 0 of shape \(33, 64\).*across=32"),
+        (lambda: quantize(jnp.ones((32, 8, 64)), OperandSpec("mxfp4", across=32), 0), "last two axes"),
+        (lambda: quantize(jnp.ones(32), OperandSpec("mxfp4", across=32), 0), "last two axes"),
         (lambda: quantize(x, MX["even"], 1, key=key), "key="),
         (lambda: quantize(x, OperandSpec("none"), 1), "none"),
         (lambda: quantize(x, OperandSpec("bf16"), 1), "bf16"),
@@ -493,14 +487,25 @@ def test_rows_are_all_axes_but_the_last():
     np.testing.assert_array_equal(np.asarray(quantize(x, SR["even"], 2, key=key).codes).reshape(32, 64), np.asarray(flat))
 
 
-MESH_SPECS = (MX["even"], SR["even"], OperandSpec("fp8_e4m3"), OperandSpec("fp8_e5m2", rounding="sr"))
+MESH_SPECS = (
+    MX["even"],
+    SR["even"],
+    OperandSpec("mxfp4", across=32),
+    OperandSpec("mxfp4", scale_rule="mse"),
+    OperandSpec("fp8_e4m3"),
+    OperandSpec("fp8_e5m2", rounding="sr"),
+    OperandSpec("nvfp4"),
+    OperandSpec("nvfp4", scale_rule="headroom", rounding="sr"),
+    OperandSpec("nvfp4", scale_rule="four_over_six"),
+    OperandSpec("nvfp4", scale_rule="eden"),
+)
 
 
 @functools.partial(jax.jit, static_argnames="axis")
 def cast_every_way(x, axis):
     out = []
     for spec in MESH_SPECS:
-        key = jax.random.key(0) if spec.rounding == "sr" else None
+        key = jax.random.key(0) if spec.draws else None
         rotated = quantize(hadamard(x, 16, axis), spec, axis, key=key)
         out += [quantize(x, spec, axis, key=key).data, rotated.data, rotated.dequantize()]
     return out

@@ -102,7 +102,9 @@ def default_config() -> ConfigDict:
         node = recipe_leaves
         for name in parents:
             node = node.setdefault(name, {})
-        node[leaf] = config_dict.placeholder(bool if leaf == "pad" else int if leaf in ("block", "size") else type(value))
+        node[leaf] = config_dict.placeholder(
+            bool if leaf == "pad" else int if leaf in ("block", "across", "size") else type(value)
+        )
     model = LlamaConfig(vocab_size=256, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=352)
     return ConfigDict(
         {

@@ -1,20 +1,22 @@
 """Quantize one operand: the reference in plain jnp, and its fake-quantized twin that the reference GEMM multiplies.
 
-Per block: scale from the maximum magnitude by the scale rule, elements x / scale rounded to the grid of the element format,
-value = element · scale. Both functions share `_scaled_elements`, so `fake_quantize(x) == quantize(x).dequantize()` bit for
+Per block: scale by the scale rule (`fp4jax.scales`), elements x / scale rounded to the grid of the element format,
+value = element · scale. Both functions share `_cast`, so `fake_quantize(x) == quantize(x).dequantize()` bit for
 bit. Blocks are reduced along the contraction axis in place, without a transpose.
 
-Edge semantics: a float32 with exponent field 0 is a zero of its sign; -0 keeps its sign; NaN or Inf anywhere in a block
-gives the scale NaN (byte 255) and codes 0, so the whole block decodes to NaN; a zero block has scale 1 (byte 127).
+Edge semantics: a float32 with exponent field 0 is a zero of its sign; -0 keeps its sign; NaN or Inf anywhere under a scale
+makes that scale NaN (E8M0 byte 255, E4M3 code 127) and its codes 0, so all of it decodes to NaN; under NVFP4's tensor scale
+that is the whole tensor. A zero block has scale 1 (E8M0 byte 127, FP32 1.0), and E4M3 scale 0 under NVFP4.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp4jax import bits, rounding
+from fp4jax import bits, rounding, scales
 from fp4jax.ops import qtensor
 from fp4jax.recipe import OperandSpec
 
@@ -24,17 +26,18 @@ _VMAP_WORD = bits.path_word("vmap")
 def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None) -> qtensor.QTensor:
     """Quantize `x` along `axis` (the contraction axis of the GEMM that will consume it).
 
-    x: float32, bfloat16 or float16, any rank ≥ 1; x.shape[axis] must be a multiple of spec.block. spec: an OperandSpec of a
-    quantized format ("mxfp4", "fp8_e4m3", "fp8_e5m2"). key: needed for rounding "sr": a jax.random key, any uint32[2]
-    array or a `bits.Key`; the draw of an element depends on the key and on its row (all axes but the last, row-major) and
-    column only. Under vmap over x alone, the batch index enters the key. Raises ValueError for a format without codes, a
-    length that does not divide, a key that is missing or of no use, and for integer or double-precision input.
+    x: float32, bfloat16 or float16, any rank ≥ 1; x.shape[axis] must be a multiple of spec.multiple. Square blocks
+    (spec.across > 1) lie in the last two axes. spec: an OperandSpec of a quantized format; a "delayed" scale is made from
+    `x` itself here. key: needed for rounding "sr" and "eden": a jax.random key, any uint32[2] array or a `bits.Key`; the
+    draw of an element depends on the key and on its row (all axes but the last, row-major) and column only. Under vmap over
+    x alone, the batch index enters the key. Raises ValueError for a format without codes, a length that does not divide, a
+    key that is missing or of no use, and for integer or double-precision input.
     """
     x = jnp.asarray(x)
     if spec.element is None:
         raise ValueError(f"format {spec.format!r} has no codes: quantize needs a quantized format")
     check_operand(x, spec, axis, key)
-    if key is not None and spec.rounding != "sr":
+    if key is not None and not spec.draws:
         raise ValueError(f"key= does not apply to rounding {spec.rounding!r}")
     return _quantize(x, spec, axis % x.ndim, None if key is None else bits.as_key(key))
 
@@ -47,60 +50,113 @@ def check_operand(x: jax.Array, spec: OperandSpec, axis: int, key) -> None:
         raise ValueError(f"cannot quantize an empty array of shape {x.shape}")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{axis=} is out of range for shape {x.shape}")
-    if spec.block and x.shape[axis] % spec.block:
-        raise ValueError(f"axis {axis} of shape {x.shape} is not a multiple of block={spec.block} ({spec})")
-    if spec.rounding == "sr" and key is None:
+    if x.shape[axis] % spec.multiple:
+        raise ValueError(f"axis {axis} of shape {x.shape} is not a multiple of {spec.multiple} ({spec})")
+    if spec.across and spec.across > 1:
+        if axis % x.ndim < x.ndim - 2 or x.ndim < 2:
+            raise ValueError(f"{axis=} of shape {x.shape}: square blocks ({spec}) lie in the last two axes")
+        if x.shape[other := across_axis(x.ndim, axis % x.ndim)] % spec.across:
+            raise ValueError(f"axis {other} of shape {x.shape} is not a multiple of across={spec.across} ({spec})")
+    if spec.draws and key is None:
         raise ValueError(f"{spec} rounds stochastically: pass key=")
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
 def _quantize(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None) -> qtensor.QTensor:
-    elements, scale = _scaled_elements(x, spec, axis, key)
+    cast = _cast(x, spec, axis, key)
     element = spec.element
     assert element is not None
-    is_nan = jnp.isnan(qtensor.decode_e8m0(scale) if spec.block else scale)
-    codes = jnp.where(is_nan, jnp.uint8(0), rounding.encode(elements, element)).reshape(x.shape)
-    if not spec.block:
-        return qtensor.QTensor(codes, scale, spec, axis)
-    scale = qtensor.encode_e8m0(jnp.squeeze(scale, axis + 1))
-    return qtensor.QTensor(qtensor.pack(codes, axis), scale, spec, axis)
+    codes = jnp.where(jnp.isnan(cast.decode), jnp.uint8(0), rounding.encode(cast.elements, element)).reshape(x.shape)
+    scale = jnp.squeeze(cast.scale, _block_view(x.shape, spec, axis)[1]) if spec.block else cast.scale
+    if spec.scale == "e8m0":
+        scale = qtensor.encode_e8m0(scale)
+    elif spec.scale == "e4m3":
+        scale = qtensor.encode_e4m3(scale)
+    data = qtensor.pack(codes, axis) if element.bits == 4 else codes
+    tensor_scale = None if cast.tensor_scale is None else cast.tensor_scale.reshape((1,) * x.ndim)
+    return qtensor.QTensor(data, scale, tensor_scale, spec, axis)
 
 
-def fake_quantize(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None = None) -> jax.Array:
+def fake_quantize(
+    x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None = None, amax: jax.Array | None = None
+) -> jax.Array:
     """Return quantize(x, spec, axis, key).dequantize() in float32, without going through codes.
 
-    Also takes the unquantized formats: "none" returns float32(x), "bf16" rounds to bfloat16.
+    Also takes the unquantized formats: "none" returns float32(x), "bf16" rounds to bfloat16. amax: the magnitude that a
+    "delayed" scale is made from, float32 scalar; 0 or None stand for that of `x`.
     """
     x32 = x.astype(jnp.float32)
     if spec.format == "none":
         return x32
     if spec.format == "bf16":
         return lax.reduce_precision(x32, exponent_bits=8, mantissa_bits=7)
-    axis = axis % x.ndim
-    elements, scale = _scaled_elements(x32, spec, axis, key)
-    scale = qtensor.decode_e8m0(scale) if spec.block else scale
-    return rounding.flush(elements * scale).reshape(x.shape)
+    cast = _cast(x32, spec, axis % x.ndim, key, amax)
+    return rounding.flush(cast.elements * cast.decode).reshape(x.shape)
 
 
-def _scaled_elements(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None) -> tuple[jax.Array, jax.Array]:
-    """Return (elements on the grid, scale): in the block view (…, n, block, …) with the E8M0 byte as int32, or per tensor.
-
-    `axis` is the block-count axis of the view, axis + 1 runs within a block; scale has length 1 there.
-    """
+def inside_clip(x: jax.Array, spec: OperandSpec, axis: int) -> jax.Array:
+    """Return where |x| / scale < element.max, bool: the elements whose gradient a clipping rule ("quest") lets pass."""
     element = spec.element
     assert element is not None
     x = rounding.flush(x.astype(jnp.float32))
-    random = None if spec.rounding == "rne" else random_bits(x, key)
-    if spec.block:
-        view = (*x.shape[:axis], x.shape[axis] // spec.block, spec.block, *x.shape[axis + 1 :])
-        x = x.reshape(view)
-        random = None if random is None else random.reshape(view)
-        scale = rounding.mx_scale_byte(rounding.max_magnitude(x, axis + 1), spec.scale_rule or "")
-        scaled = x * rounding.power_of_two(254 - jnp.minimum(scale, 254 - 1))
-    else:
-        scale = rounding.per_tensor_scale(rounding.max_magnitude(x), element)
-        scaled = x / jnp.where(x == 0, 1.0, scale)  # XLA turns a division by a broadcast into a product with its reciprocal
-    return rounding.round_to_grid(scaled, element, random), scale
+    view, _ = _block_view(x.shape, spec, axis)
+    scale = _cast(x, spec, axis, None).decode
+    return (jnp.abs(x.reshape(view)) < element.max * scale).reshape(x.shape)
+
+
+class _Cast(NamedTuple):
+    """One cast, in the block view. scale: as stored (E8M0 byte as int32, E4M3 value, FP32); value = elements · decode."""
+
+    elements: jax.Array
+    scale: jax.Array
+    tensor_scale: jax.Array | None
+    decode: jax.Array
+
+
+def _block_view(shape: tuple[int, ...], spec: OperandSpec, axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape that gives every block axes of its own, and these axes; per tensor, the shape itself and all axes."""
+    if not spec.block:
+        return shape, tuple(range(len(shape)))
+    sizes = {axis: spec.block}
+    if spec.across and spec.across > 1:
+        sizes[across_axis(len(shape), axis)] = spec.across
+    view, within = [], []
+    for i, length in enumerate(shape):
+        view += [length // sizes[i], sizes[i]] if i in sizes else [length]
+        within += [len(view) - 1] if i in sizes else []
+    return tuple(view), tuple(within)
+
+
+def across_axis(ndim: int, axis: int) -> int:
+    """Return the axis that a square block also runs along: the other one of the last two."""
+    return ndim - 1 if axis == ndim - 2 else ndim - 2
+
+
+def _cast(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax: jax.Array | None = None) -> _Cast:
+    element, rule = spec.element, str(spec.scale_rule)
+    assert element is not None
+    view, within = _block_view(x.shape, spec, axis)
+    x = rounding.flush(x.astype(jnp.float32))
+    words = random_bits(x, key).reshape(view) if spec.draws else None
+    x = x.reshape(view)
+    random = words if spec.rounding == "sr" else None
+    if spec.scale == "float32":
+        measured = rounding.max_magnitude(x, within)
+        if rule == "delayed" and amax is not None:
+            measured = jnp.where(amax > 0, amax, measured)
+        scale = scales.fp32_scale(measured, element.max)
+        return _Cast(rounding.round_to_grid(rounding.divide(x, scale), element, random), scale, None, scale)
+    if spec.scale == "e8m0":
+        byte = scales.e8m0_byte(x, within, rule, element)
+        scaled = scales.divide_by_power(x * spec.gain if spec.gain != 1 else x, byte)
+        return _Cast(rounding.round_to_grid(scaled, element, random), byte, None, qtensor.decode_e8m0(byte))
+    scale, tensor = scales.nvfp4_scales(x, within, rule)
+    scaled = scales.e4m3_scaled(x, scale, tensor)
+    elements = rounding.round_to_grid(scaled, element, random)
+    if words is not None and spec.rounding == "eden":
+        one_per_block = lax.slice_in_dim(words, 0, 1, axis=axis + 1)
+        scale = scales.eden_scale(scaled, elements, scale, axis, one_per_block)
+    return _Cast(elements, scale, tensor, scale * tensor)
 
 
 def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
