@@ -7,25 +7,45 @@ operand and the element, and on nothing else.
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from fp4jax import bits, dot
+from fp4jax import bits, dot, recipes
 from fp4jax.recipe import GEMMS, GemmSpec, Recipe
 
 _NO_LAYER = 0xFFFFFFFF
+KEPT = recipes.get("bf16")
+HISTORY = 4  # maxima kept by delayed scaling, the newest used (MLPerf's Llama 3.1 8B run with Transformer Engine)
+OUTSIDE_BLOCKS = ("lm_head",)
+
+
+class Context(NamedTuple):
+    """What the casts of one step share: the step's key (None when nothing is drawn), and the history of delayed scaling.
+
+    history: {path: float32 [n_layers, 3, 2, H], or [3, 2, H] outside blocks}; its cotangent holds the new maxima.
+    """
+
+    key: bits.Key | None
+    history: Mapping[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """A recipe applied to a model.
 
-    exempt: path patterns (fnmatch, for instance "lm_head") that stay in the model's compute dtype because the user says so.
-    strict: True makes every other exemption an error; False leaves a GEMM plain when its contraction length does not divide
-    by the recipe's blocks, and the census says so. observe: called with one census row per GEMM of every traced dot.
+    For every linear layer the first that applies: an `exempt` pattern, a rule, keep_first/keep_last, the recipe.
+    exempt: patterns (fnmatch) of layers that stay in the model's compute dtype because the user says so. rules: (pattern,
+    recipe) pairs. A pattern is matched against the path ("attn/q", "lm_head") and, in blocks, "layers/3/attn/q".
+    keep_first, keep_last: so many blocks have BF16 operands. n_layers: blocks of the model, needed by rules on single
+    blocks where blocks are scanned, and by keep_last. strict: True makes every other exemption an error; False leaves a GEMM
+    plain when its contraction length does not divide by the recipe's blocks, and the census says so. observe: called with
+    one census row per GEMM of every traced dot.
     """
 
     recipe: Recipe
@@ -33,20 +53,82 @@ class Numerics:
     impl: str = "auto"
     strict: bool = True
     observe: Callable[[dict[str, Any]], None] | None = None
+    rules: tuple[tuple[str, Recipe], ...] = ()
+    keep_first: int = 0
+    keep_last: int = 0
+    n_layers: int = 0
 
     def __post_init__(self):
         dot.resolve_impl(self.impl)
+        if self.keep_first < 0 or self.keep_last < 0 or self.keep_first + self.keep_last > max(self.n_layers, 0):
+            raise ValueError(f"keep_first={self.keep_first} and keep_last={self.keep_last} do not fit {self.n_layers} blocks")
+
+    def recipe_for(self, path: str, layer: int | None) -> tuple[Recipe, str]:
+        """Return the recipe of one linear layer, and why it is another than the base recipe ("" when it is not)."""
+        names = (path,) if layer is None else (path, f"layers/{layer}/{path}")
+        for pattern in self.exempt:
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                return Recipe(), f"exempt={pattern!r} in the config"
+        for pattern, recipe in self.rules:
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                return recipe, f"rule {pattern!r}"
+        if layer is not None and 0 <= layer < self.keep_first:
+            return KEPT, f"keep_first={self.keep_first}"
+        if layer is not None and self.n_layers - self.keep_last <= layer < self.n_layers:
+            return KEPT, f"keep_last={self.keep_last}"
+        return self.recipe, ""
+
+    def recipes_of(self, path: str, layer: Any) -> list[tuple[Recipe, str, tuple[int, ...]]]:
+        """Return the different (recipe, reason, block indices) of a path; layer: None, an index, or traced for all blocks."""
+        if layer is None or isinstance(layer, int):
+            return [(*self.recipe_for(path, layer), () if layer is None else (layer,))]
+        groups: dict[tuple[Recipe, str], list[int]] = {}
+        for i in range(self.n_layers):
+            groups.setdefault(self.recipe_for(path, i), []).append(i)
+        if not groups:  # scanned blocks of unknown number: rules on single blocks cannot be followed
+            if any(pattern.startswith("layers/") for pattern in (*self.exempt, *(p for p, _ in self.rules))):
+                raise ValueError("patterns on single blocks need Numerics(n_layers=…) where blocks are scanned")
+            return [(*self.recipe_for(path, -1), ())]
+        return [(*choice, tuple(layers)) for choice, layers in groups.items()]
+
+    def check_patterns(self, paths: Iterable[str]) -> None:
+        """Raise ValueError for a pattern that is the first match of no layer; paths: those of blocks, and others."""
+        reasons = {reason for path in paths for _, reason, _ in self.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...)}
+        for pattern in self.exempt:
+            if f"exempt={pattern!r} in the config" not in reasons:
+                raise ValueError(f"exempt pattern {pattern!r} matches no layer that an earlier one does not")
+        for pattern, _ in self.rules:
+            if f"rule {pattern!r}" not in reasons:
+                raise ValueError(f"rule {pattern!r} matches no layer that an earlier pattern does not")
+
+    def map(self, change: Callable[[Recipe], Recipe]) -> "Numerics":
+        """Return these numerics with every recipe replaced by change(recipe)."""
+        rules = tuple((pattern, change(recipe)) for pattern, recipe in self.rules)
+        return dataclasses.replace(self, recipe=change(self.recipe), rules=rules)
+
+    def init_history(self, paths: Iterable[str]) -> dict[str, jax.Array]:
+        """Return the zero history of every path that has delayed scaling in some block; empty when none has."""
+        out = {}
+        for path in paths:
+            outside = path in OUTSIDE_BLOCKS
+            if any(recipe.needs_history for recipe, _, _ in self.recipes_of(path, None if outside else ...)):
+                out[path] = jnp.zeros((*(() if outside else (self.n_layers,)), 3, 2, HISTORY), jnp.float32)
+        return out
 
     def dot(self, path: str, layer: jax.Array | int | None = None, key: Any = None) -> Callable[..., jax.Array]:
-        """Return the dot_general of one linear layer; layer: block index or None; key: this step's key or None."""
+        """Return the dot_general of one linear layer; layer: block index or None; key: this step's key, Context, or None."""
+        context = key if isinstance(key, Context) else Context(None if key is None else bits.as_key(key), {})
         layer_word = _NO_LAYER if layer is None else layer
-        layer_key = None if key is None else bits.fold_in(bits.as_key(key), bits.path_word(path), layer_word)
-        module = path if layer is None else f"layers/{layer if isinstance(layer, int) else '*'}/{path}"
-        exempt = next((f"exempt={p!r} in the config" for p in self.exempt if fnmatch.fnmatch(path, p)), "")
+        layer_key = None if context.key is None else bits.fold_in(context.key, bits.path_word(path), layer_word)
+        history = context.history.get(path)
+        if history is not None and layer is not None:
+            history = history[layer]
+        choices = self.recipes_of(path, layer)
 
-        def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-            recipe, reasons = (Recipe(), dict.fromkeys(GEMMS, exempt)) if exempt else self._fit(lhs, rhs, dimension_numbers)
-            self._report(module, recipe, reasons)
+        def one(choice, lhs, rhs, dimension_numbers, precision, preferred_element_type):
+            recipe, reason, layers = choice
+            recipe, reasons = self._fit(recipe, reason, lhs, rhs, dimension_numbers)
+            self._report(_module(path, layer, layers, len(choices)), recipe, reasons)
             if recipe.is_plain:
                 return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
             return dot.quantized_dot_general(
@@ -57,23 +139,34 @@ class Numerics:
                 preferred_element_type,
                 recipe=recipe,
                 key=layer_key if recipe.needs_key else None,
+                history=history if recipe.needs_history else None,
                 impl=self.impl,
             )
 
+        def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
+            rest = (dimension_numbers, precision, preferred_element_type)
+            if len(choices) == 1:
+                return one(choices[0], lhs, rhs, *rest)
+            which = np.zeros(self.n_layers, np.int32)
+            for index, (_, _, layers) in enumerate(choices):
+                which[list(layers)] = index
+            branches = [functools.partial(lambda choice, a, b: one(choice, a, b, *rest), choice) for choice in choices]
+            return lax.switch(jnp.asarray(which)[layer], branches, lhs, rhs)
+
         return dot_general
 
-    def _fit(self, lhs, rhs, dimension_numbers) -> tuple[Recipe, dict[str, str]]:
+    def _fit(self, recipe: Recipe, reason: str, lhs, rhs, dimension_numbers) -> tuple[Recipe, dict[str, str]]:
         """Return the recipe for these shapes and, when not strict, why a GEMM had to be left plain."""
-        reasons = dict.fromkeys(GEMMS, "")
+        reasons = dict.fromkeys(GEMMS, reason)
         if self.strict:
-            return self.recipe, reasons
+            return recipe, reasons
         changes = {}
         for gemm, length in dot.contraction_lengths(lhs, rhs, dimension_numbers).items():
-            spec: GemmSpec = getattr(self.recipe, gemm)
+            spec: GemmSpec = getattr(recipe, gemm)
             if length % spec.multiple and not spec.pad:
                 changes[gemm] = GemmSpec()
                 reasons[gemm] = f"contraction length {length} is not a multiple of {spec.multiple}"
-        return dataclasses.replace(self.recipe, **changes), reasons
+        return dataclasses.replace(recipe, **changes), reasons
 
     def _report(self, module: str, recipe: Recipe, reasons: dict[str, str]) -> None:
         if self.observe is None:
@@ -92,6 +185,17 @@ class Numerics:
                     "exempt": reasons[gemm],
                 }
             )
+
+
+def _module(path: str, layer: Any, layers: tuple[int, ...], choices: int) -> str:
+    """Return the census name of a path: layers/3/…, layers/*/… for scanned blocks, layers/0-2,7/… for some of them."""
+    if layer is None:
+        return path
+    if isinstance(layer, int) or choices == 1:
+        return f"layers/{layer if isinstance(layer, int) else '*'}/{path}"
+    starts = [i for i in layers if i - 1 not in layers]
+    ends = [i for i in layers if i + 1 not in layers]
+    return f"layers/{','.join(str(a) if a == b else f'{a}-{b}' for a, b in zip(starts, ends, strict=True))}/{path}"
 
 
 def census(numerics: Numerics, trace: Callable[[Numerics], Any]) -> list[dict[str, Any]]:

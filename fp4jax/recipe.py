@@ -273,8 +273,12 @@ def from_dict(tree: Mapping[str, Any]) -> Recipe:
 
 
 def round_to_nearest(recipe: Recipe) -> Recipe:
-    """Return the recipe as evaluation uses it: no random rounding, and no scale from the history of another step."""
+    """Return the recipe with every random rounding replaced by RNE, as evaluation uses it."""
     changes: dict[str, Any] = {path: "rne" for path, value in leaves(recipe) if value in ("sr", "eden")}
-    changes |= {path: "amax" for path, value in leaves(recipe) if value == "delayed"}
     changes |= {path: "two_level" for path, value in leaves(recipe) if value == "eden" and path.endswith("scale_rule")}
     return override(recipe, changes)
+
+
+def current_scaling(recipe: Recipe) -> Recipe:
+    """Return the recipe with delayed scaling replaced by that of the tensor itself: outside training there is no history."""
+    return override(recipe, {path: "amax" for path, value in leaves(recipe) if value == "delayed"})

@@ -12,7 +12,7 @@ Everywhere embeddings, norms, attention and the head stay in high precision (`qu
 import dataclasses
 import difflib
 
-from fp4jax.recipe import GEMMS, GemmSpec, OperandSpec, Recipe, Rotation
+from fp4jax.recipe import GEMMS, GemmSpec, OperandSpec, Recipe, Rotation, override
 
 STUDY = "arXiv 2605.09825"
 
@@ -189,3 +189,24 @@ def get(name: str) -> Recipe:
         near = difflib.get_close_matches(str(name), ENTRIES, n=3)
         raise ValueError(f"unknown recipe {name!r}: " + (f"did you mean {near}?" if near else f"choose from {names()}"))
     return ENTRIES[name].recipe
+
+
+def parse(text: str, base: Recipe | None = None) -> Recipe:
+    """Return the recipe that `text` names: "NAME", "NAME:CHANGE,…" or, on top of `base`, ":CHANGE,…".
+
+    CHANGE: a leaf and its value ("wgrad.lhs.rounding=sr"), or a GEMM and the recipe it is taken from ("fprop=bf16").
+    Raises ValueError for an unknown name, leaf or value.
+    """
+    name, _, rest = text.partition(":")
+    recipe = get(name) if name or base is None else base
+    changes: dict[str, str | int | bool] = {}
+    for change in filter(None, rest.split(",")):
+        leaf, equals, value = (part.strip() for part in change.partition("="))
+        if not equals:
+            raise ValueError(f"{change!r} in recipe {text!r} is not leaf=value")
+        if leaf in GEMMS:
+            recipe = dataclasses.replace(recipe, **{leaf: getattr(get(value), leaf)})
+        else:
+            as_number = int(value) if value.isdecimal() else value
+            changes[leaf] = {"true": True, "false": False}.get(value.lower(), as_number)
+    return override(recipe, changes)

@@ -46,9 +46,10 @@ def changed(path, value):
         return "('a','b')", ("a", "b")
     if value is None:  # a recipe leaf
         leaf = path.rsplit(".", 1)[-1]
-        return {"block": ("32", 32), "across": ("16", 16), "size": ("16", 16), "pad": ("true", True)}.get(
-            leaf, ("text", "text")
-        )
+        numbers = {"block": 32, "across": 16, "size": 16, "keep_last": 1}
+        if leaf == "pad":
+            return "true", True
+        return (str(numbers[leaf]), numbers[leaf]) if leaf in numbers else ("text", "text")
     return "text", "text"
 
 
@@ -64,7 +65,7 @@ def test_quant_has_every_leaf_of_a_recipe_as_an_unset_placeholder():
     quant = flat(config.default_config().quant.to_dict())
     paths = [path for path, _ in leaves(Recipe())]
     assert len(paths) == 48
-    assert {path for path, value in quant.items() if value is None} == set(paths)
+    assert {path for path, value in quant.items() if value is None} == {*paths, "keep_last"}
 
 
 @pytest.mark.parametrize(

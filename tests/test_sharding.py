@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from helpers import initial_state, leaves, quick_compiles, settings, write_corpus
 
 from fp4jax import recipes
+from fp4jax.numerics import Numerics
 from models import llama
 from train import data, sharding, step
 from train.errors import InputError
@@ -136,7 +137,9 @@ MODEL = llama.LlamaConfig(256, 64, 2, 4, 2, 128, head_dim=32)
 def test_blocks_and_dimensions_must_divide_per_device(mesh, model, recipe, message):
     def check():
         changed = dataclasses.replace(MODEL, **model)
-        sharding.check(sharding.make_mesh(mesh), changed, recipes.get(recipe), microbatch=8, seq_len=32, fsdp=mesh.fsdp)
+        sharding.check(
+            sharding.make_mesh(mesh), changed, Numerics(recipes.get(recipe)), microbatch=8, seq_len=32, fsdp=mesh.fsdp
+        )
 
     if not message:
         return check()
@@ -152,10 +155,10 @@ def test_blocks_and_dimensions_must_divide_per_device(mesh, model, recipe, messa
 def test_tokens_must_divide_per_device(microbatch, seq_len, recipe, ok):
     arguments = {"microbatch": microbatch, "seq_len": seq_len}
     if ok:
-        sharding.check(sharding.make_mesh(MESH), MODEL, recipes.get(recipe), **arguments)
+        sharding.check(sharding.make_mesh(MESH), MODEL, Numerics(recipes.get(recipe)), **arguments)
         return
     with pytest.raises(InputError, match=r"microbatch of 6.*\(4\)|tokens per device = 16 is not a multiple of 32"):
-        sharding.check(sharding.make_mesh(MESH), MODEL, recipes.get(recipe), **arguments)
+        sharding.check(sharding.make_mesh(MESH), MODEL, Numerics(recipes.get(recipe)), **arguments)
 
 
 # ---- Training ----

@@ -3,9 +3,11 @@
 Sections: model (models.llama.LlamaConfig), data (train.data.DataConfig), optimizer (train.optimizer.OptimizerConfig), mesh
 (train.sharding.MeshConfig), train (TrainConfig below), and quant: `recipe` names the base; every leaf of a recipe stands
 there as a typed placeholder (quant.fprop.lhs.rounding, quant.wgrad.rotation.size, …) whose value, if set, goes on top.
+quant.recipe, quant.rules and quant.schedule take recipes as `fp4jax.recipes.parse` reads them ("mxfp4_h16:fprop=bf16").
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from typing import Any
@@ -13,10 +15,9 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from fp4jax import recipes
-from fp4jax.dot import resolve_impl
 from fp4jax.numerics import Numerics
 from fp4jax.recipe import GEMMS, Recipe, from_dict, leaves, override
-from models.llama import LlamaConfig
+from models.llama import LINEAR_PATHS, LlamaConfig
 from train.data import DataConfig
 from train.errors import InputError, check_types
 from train.optimizer import OptimizerConfig
@@ -84,6 +85,7 @@ class Settings:
     mesh: MeshConfig
     numerics: Numerics
     recipe_name: str
+    schedule: tuple[tuple[int, str, Recipe], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved settings as plain JSON data; `from_json_dict` reads them back."""
@@ -91,7 +93,22 @@ class Settings:
         n = self.numerics
         quant = {"recipe": self.recipe_name, "impl": n.impl, "strict": n.strict, "exempt": list(n.exempt)}
         quant["resolved"], quant["digest"] = n.recipe.to_dict(), n.recipe.digest()
+        quant |= {"keep_first": n.keep_first, "keep_last": n.keep_last}
+        quant["rules"] = [[pattern, recipe.to_dict()] for pattern, recipe in n.rules]
+        quant["schedule"] = [[start, name, recipe.to_dict()] for start, name, recipe in self.schedule]
         return {**{s: dataclasses.asdict(getattr(self, s)) for s in sections}, "quant": quant}
+
+    def phase(self, step: int) -> "Settings":
+        """Return the settings with the recipe of the phase that optimizer step `step` (from 0) belongs to."""
+        begun = [(name, recipe) for start, name, recipe in self.schedule if start <= step]
+        if not begun:
+            return self
+        name, recipe = begun[-1]
+        return dataclasses.replace(self, recipe_name=name, numerics=dataclasses.replace(self.numerics, recipe=recipe))
+
+    def phases(self) -> list["Settings"]:
+        """Return the settings of every phase in order."""
+        return [self, *(self.phase(start) for start, _, _ in self.schedule)]
 
 
 def default_config() -> ConfigDict:
@@ -111,7 +128,17 @@ def default_config() -> ConfigDict:
             "model": dataclasses.asdict(model),
             "data": dataclasses.asdict(DataConfig()),
             "optimizer": dataclasses.asdict(OptimizerConfig()),
-            "quant": {"recipe": "mxfp4_h16", "impl": "auto", "strict": True, "exempt": ("lm_head",), **recipe_leaves},
+            "quant": {
+                "recipe": "mxfp4_h16",
+                "impl": "auto",
+                "strict": True,
+                "exempt": ("lm_head",),  # patterns of layers that stay in the model's compute dtype
+                "rules": (),  # (pattern, recipe) pairs, first match wins: (("mlp/down", "bf16"), ("attn/*", ":fprop=bf16"))
+                "keep_first": 0,  # blocks in BF16
+                "keep_last": config_dict.placeholder(int),  # blocks in BF16; unset: what the recipe's paper keeps
+                "schedule": (),  # (step, recipe) pairs: from that optimizer step on, instead of quant.recipe
+                **recipe_leaves,
+            },
             "train": dataclasses.asdict(TrainConfig()),
             "mesh": dataclasses.asdict(MeshConfig()),
         }
@@ -132,10 +159,48 @@ def resolve_recipe(quant: Any) -> tuple[Recipe, str]:
 
     collect("", {g: tree[g] for g in GEMMS})
     try:
-        recipe = override(recipes.get(quant.recipe), changes)
+        base = recipes.parse(quant.recipe)
+        recipe = override(base, changes)
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
-    return recipe, quant.recipe + ("*" if recipe != recipes.get(quant.recipe) else "")
+    return recipe, quant.recipe + ("*" if recipe != base else "")
+
+
+def kept_blocks(recipe: str, n_layers: int) -> int:
+    """Return how many of a model's last blocks the paper of a named recipe keeps in BF16."""
+    return math.ceil(recipes.ENTRIES[recipe.partition(":")[0]].keep_last * n_layers)
+
+
+def resolve_numerics(quant: Any, n_layers: int) -> tuple[Numerics, str, tuple[tuple[int, str, Recipe], ...]]:
+    """Return (numerics, name of the recipe, schedule) of the quant section; raises InputError."""
+    recipe, name = resolve_recipe(quant)
+    exempt, rules, schedule = (tuple(quant[key]) for key in ("exempt", "rules", "schedule"))
+    if any(type(pattern) is not str for pattern in exempt):
+        raise InputError(f"quant.exempt={exempt} must hold path patterns")
+    for key, pairs, kind in (("rules", rules, str), ("schedule", schedule, int)):
+        if not all(isinstance(p, tuple | list) and len(p) == 2 and type(p[0]) is kind and type(p[1]) is str for p in pairs):
+            raise InputError(f"quant.{key}={pairs} must hold ({'pattern' if kind is str else 'step'}, recipe) pairs")
+    steps = [step for step, _ in schedule]
+    if any(a >= b for a, b in itertools.pairwise([0, *steps])):
+        raise InputError(f"quant.schedule: the steps {steps} must be positive and rise")
+    keep_last = kept_blocks(quant.recipe, n_layers) if quant.keep_last is None else quant.keep_last
+    try:
+        numerics = Numerics(
+            recipe,
+            exempt,
+            quant.impl,
+            quant.strict,
+            rules=tuple((pattern, recipes.parse(text, recipe)) for pattern, text in rules),
+            keep_first=quant.keep_first,
+            keep_last=keep_last,
+            n_layers=n_layers,
+        )
+        numerics.check_patterns(LINEAR_PATHS)
+        named = ((step, name + text if text.startswith(":") else text, text) for step, text in schedule)
+        parsed = tuple((step, full_name, recipes.parse(text, recipe)) for step, full_name, text in named)
+    except ValueError as error:
+        raise InputError(f"quant: {error}") from None
+    return numerics, name, parsed
 
 
 def resolve(config: Any) -> Settings:
@@ -145,19 +210,17 @@ def resolve(config: Any) -> Settings:
         train = TrainConfig(**sections["train"])
         optimizer = OptimizerConfig(**sections["optimizer"])
         optimizer = dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or train.steps)
-        recipe, name = resolve_recipe(config.quant)
-        resolve_impl(config.quant.impl)
-        if any(type(pattern) is not str for pattern in config.quant.exempt):
-            raise InputError(f"quant.exempt={config.quant.exempt} must hold path patterns")
-        numerics = Numerics(recipe, tuple(config.quant.exempt), config.quant.impl, config.quant.strict)
+        model = LlamaConfig(**sections["model"])
+        numerics, name, schedule = resolve_numerics(config.quant, model.n_layers)
         settings = Settings(
-            LlamaConfig(**sections["model"]),
+            model,
             DataConfig(**sections["data"]),
             optimizer,
             train,
             MeshConfig(**sections["mesh"]),
             numerics,
             name,
+            schedule,
         )
     except (KeyError, OSError, TypeError, ValueError) as error:  # OSError: there was no config file to read
         raise InputError(f"config: {error}") from None
@@ -177,6 +240,9 @@ def _check_together(s: Settings) -> None:
         )
     if s.data.seq_len > s.model.max_seq_len:
         raise InputError(f"data.seq_len={s.data.seq_len} is above model.max_seq_len={s.model.max_seq_len}")
+    histories = (history for phase in s.phases() for history in phase.numerics.init_history(("lm_head",)))
+    if s.model.loss_chunk and any(histories):
+        raise InputError("model.loss_chunk does not go with delayed scaling of lm_head: its chunks have one history")
     for name in ("loss_chunk", "attention_block"):
         size = getattr(s.model, name)
         if size and s.data.seq_len % size:
@@ -187,15 +253,26 @@ def from_json_dict(stored: dict[str, Any]) -> Settings:
     """Return the settings that `Settings.to_dict` wrote; raises InputError when they are not of this version."""
     try:
         quant = stored["quant"]
-        numerics = Numerics(from_dict(quant["resolved"]), tuple(quant["exempt"]), quant["impl"], quant["strict"])
+        model = LlamaConfig(**stored["model"])
+        numerics = Numerics(
+            from_dict(quant["resolved"]),
+            tuple(quant["exempt"]),
+            quant["impl"],
+            quant["strict"],
+            rules=tuple((pattern, from_dict(recipe)) for pattern, recipe in quant["rules"]),
+            keep_first=quant["keep_first"],
+            keep_last=quant["keep_last"],
+            n_layers=model.n_layers,
+        )
         return Settings(
-            LlamaConfig(**stored["model"]),
+            model,
             DataConfig(**stored["data"]),
             OptimizerConfig(**stored["optimizer"]),
             TrainConfig(**stored["train"]),
             MeshConfig(**stored["mesh"]),
             numerics,
             quant["recipe"],
+            tuple((start, name, from_dict(recipe)) for start, name, recipe in quant["schedule"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"config.json does not hold a config of this version: {error}") from None

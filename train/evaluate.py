@@ -33,12 +33,12 @@ def main() -> int:
     if stored is None or not (workdir / "checkpoints").is_dir():
         raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
     settings, fingerprint = config.from_json_dict(stored), checkpoint.data_fingerprint(stored)
-    if RECIPE.value is not None:
+    name, recipe = RECIPE.value, None
+    if name is not None:
         try:
-            numerics = dataclasses.replace(settings.numerics, recipe=recipes.get(RECIPE.value))
+            recipe = recipes.parse(name)
         except ValueError as error:
             raise InputError(f"--recipe: {error}") from None
-        settings = dataclasses.replace(settings, numerics=numerics, recipe_name=RECIPE.value)
     if BATCH_SIZE.value is not None and BATCH_SIZE.value < 1:
         raise InputError(f"--batch_size={BATCH_SIZE.value} is not positive")
 
@@ -54,6 +54,11 @@ def main() -> int:
         raise InputError(f"{workdir} has no checkpoint yet")
     state, run = checkpoints.restore(at, step.abstract_state(settings, mesh))
     checkpoints.close()
+    settings = settings.phase(max(at - 1, 0))  # that of the last step done
+    if name is not None and recipe is not None:
+        kept = config.kept_blocks(name, settings.model.n_layers)
+        numerics = dataclasses.replace(settings.numerics, recipe=recipe, rules=(), keep_first=0, keep_last=kept)
+        settings = dataclasses.replace(settings, numerics=numerics, recipe_name=name)
     batches = step.val_batches(settings, mesh, dataset, batch_size=BATCH_SIZE.value or 0)
     try:
         eval_step = step.make_eval_step(settings, mesh, stochastic=STOCHASTIC.value)

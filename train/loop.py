@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from fp4jax.recipe import Recipe
 from train import config, data, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest
@@ -54,21 +53,22 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = sharding.make_mesh(settings.mesh)
-    train = settings.train
-    recipe = settings.numerics.recipe if settings.numerics.strict else Recipe()
-    microbatch = train.batch_size // train.accumulation
-    sharding.check(mesh, settings.model, recipe, microbatch=microbatch, seq_len=settings.data.seq_len, fsdp=settings.mesh.fsdp)
+    microbatch, fsdp = settings.train.batch_size // settings.train.accumulation, settings.mesh.fsdp
+    for phase in settings.phases():
+        sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len, fsdp=fsdp)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
         raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
     try:
-        census = step.census_rows(settings)
+        census, *later = [step.census_rows(phase) for phase in settings.phases()]
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
     if stored is None:  # an old one is rewritten once its checkpoint was read
         _write_json(workdir / "config.json", _config_json(settings, dataset))
     _write_json(workdir / "census.json", census)
+    for (start, _, _), rows in zip(settings.schedule, later, strict=True):
+        _write_json(workdir / f"census_from_step_{start}.json", rows)
     return dataset, mesh, census
 
 
@@ -100,8 +100,15 @@ class Run:
         self.val_loss: float | None = None
         self.state, self.done = self._restore_or_init()
         _write_json(workdir / "config.json", _config_json(settings, dataset))
-        self.train_step = step.make_train_step(settings, mesh)
-        self.eval_step = step.make_eval_step(settings, mesh)
+        self._programs: dict[str, tuple[Any, Any]] = {}
+
+    def _phase_programs(self, at: int) -> tuple[Any, Any]:
+        """Return (train step, evaluation step) of the schedule's phase at optimizer step `at`, made once per recipe."""
+        phase = self.settings.phase(at)
+        name = phase.numerics.recipe.digest()
+        if name not in self._programs:
+            self._programs[name] = (step.make_train_step(phase, self.mesh), step.make_eval_step(phase, self.mesh))
+        return self._programs[name]
 
     def _restore_or_init(self) -> tuple[step.TrainState, int]:
         latest = self.checkpoints.latest()
@@ -123,7 +130,7 @@ class Run:
                 while self.done < train.steps and not self._reached_target() and not stop.signal:
                     self._profile(profile, self.done - first)
                     tokens = jax.device_put(next(self.iterator)["tokens"], sharding.batch_sharding(self.mesh))
-                    self.state, figures = self.train_step(self.state, tokens)
+                    self.state, figures = self._phase_programs(self.done)[0](self.state, tokens)
                     self.done += 1
                     if pending:  # fetched only now, while the next step runs
                         clock = self._report(*pending, clock, metrics, progress)
@@ -173,7 +180,8 @@ class Run:
 
     def evaluate(self, metrics: Metrics | None) -> None:
         batches = step.val_batches(self.settings, self.mesh, self.dataset)
-        self.val_loss = step.validation_loss(self.eval_step, self.mesh, self.state, batches)
+        eval_step = self._phase_programs(max(self.done - 1, 0))[1]  # in the numerics of the last step done
+        self.val_loss = step.validation_loss(eval_step, self.mesh, self.state, batches)
         if not math.isfinite(self.val_loss):
             raise GuardError(f"step {self.done}: validation loss is {self.val_loss}")
         if metrics:
@@ -184,6 +192,7 @@ class Run:
         if not step.is_finite(self.state):
             kept = self.checkpoints.latest()
             raise GuardError(f"step {self.done}: the state is not finite; the newest checkpoint is that of step {kept}")
+        phase = self.settings.phase(max(self.done - 1, 0))
         self.checkpoints.save(
             self.done,
             self.state,
@@ -193,8 +202,8 @@ class Run:
                 "iterator": self.iterator.get_state(),
                 "val_loss": self.val_loss,
                 "data_fingerprint": self.dataset.fingerprint,
-                "recipe": self.settings.recipe_name,
-                "recipe_digest": self.settings.numerics.recipe.digest(),
+                "recipe": phase.recipe_name,
+                "recipe_digest": phase.numerics.recipe.digest(),
             },
         )
 

@@ -6,6 +6,7 @@ of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe; e
 
 import logging
 import pathlib
+import re
 import sys
 
 from absl import flags
@@ -44,7 +45,7 @@ def main() -> int:
             "val_loss": result.val_loss,
             "perplexity": cli.perplexity(result.val_loss),
             "tokens": result.step * run.tokens_per_step,
-            "recipe": settings.recipe_name,
+            "recipe": settings.phase(max(result.step - 1, 0)).recipe_name,
         }
     )
     return stop.exit_code if result.stopped else cli.DONE
@@ -53,7 +54,7 @@ def main() -> int:
 def default_workdir(config_path: str) -> str:
     """Return runs/<file name>[_<argument>] for the value of --config."""
     path, _, argument = config_path.partition(":")
-    return f"runs/{pathlib.Path(path).stem}" + (f"_{argument}" if argument else "")
+    return f"runs/{pathlib.Path(path).stem}" + (f"_{re.sub(r'[^\w.-]', '_', argument)}" if argument else "")
 
 
 if __name__ == "__main__":

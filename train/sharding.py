@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fp4jax.recipe import Recipe
-from models.llama import LlamaConfig
+from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
+from models.llama import LINEAR_PATHS, LlamaConfig
 from train.errors import InputError, check_types
 
 # Mesh axes of a parameter's own dimensions; a leading layer axis (scan) is never split.
@@ -57,7 +57,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def check(mesh: Mesh, model: LlamaConfig, recipe: Recipe, *, microbatch: int, seq_len: int, fsdp: bool = True) -> None:
+def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, fsdp: bool = True) -> None:
     """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
     data, tensor = mesh.shape["data"], mesh.shape["model"]
     sizes = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
@@ -68,29 +68,31 @@ def check(mesh: Mesh, model: LlamaConfig, recipe: Recipe, *, microbatch: int, se
         raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's data axis ({data})")
     if microbatch % data:
         raise InputError(f"a microbatch of {microbatch} sequences is not a multiple of the mesh's data axis ({data})")
-    tokens = microbatch // data * seq_len
-    local = {
-        ("wgrad", "tokens per device"): tokens,
-        ("fprop", "d_model"): model.d_model,
-        ("fprop", "n_heads · head size per device"): model.n_heads * model.head_size // tensor,
-        ("fprop", "d_ff per device"): model.d_ff // tensor,
-        ("dgrad", "d_model"): model.d_model,
-        ("dgrad", "n_kv_heads · head size per device"): model.n_kv_heads * model.head_size // tensor,
-        ("dgrad", "d_ff per device"): model.d_ff // tensor,
-    }
-    for (gemm, what), length in local.items():
-        spec = getattr(recipe, gemm)
-        if length % spec.multiple and not spec.pad:
-            raise InputError(f"{gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
+    if not numerics.strict:
+        return
+    d_model = ("d_model", model.d_model)
+    q = ("n_heads · head size per device", model.n_heads * model.head_size // tensor)
+    kv = ("n_kv_heads · head size per device", model.n_kv_heads * model.head_size // tensor)
+    d_ff, vocab = ("d_ff per device", model.d_ff // tensor), ("vocab_size per device", model.vocab_size // tensor)
+    ends = {"q": (d_model, q), "k": (d_model, kv), "v": (d_model, kv), "o": (q, d_model)}
+    ends |= {"gate": (d_model, d_ff), "up": (d_model, d_ff), "down": (d_ff, d_model), "lm_head": (d_model, vocab)}
+    for path in LINEAR_PATHS:
+        inputs, outputs = ends[path.split("/")[-1]]
+        contraction = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens per device", microbatch // data * seq_len)}
+        for recipe, _, _ in numerics.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...):
+            for gemm, (what, length) in contraction.items():
+                spec = getattr(recipe, gemm)
+                if length % spec.multiple and not spec.pad:
+                    raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
 
 
 def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:
-    """Return the NamedSharding of every leaf of a train state (arrays or ShapeDtypeStructs); scalars are replicated."""
+    """Return the NamedSharding of every leaf of a train state (or of its shapes); scalars and history are replicated."""
 
     def place(path, leaf):
-        if leaf.ndim == 0:
-            return NamedSharding(mesh, PartitionSpec())
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
+        if leaf.ndim == 0 or keys[0] == "history":
+            return NamedSharding(mesh, PartitionSpec())
         axes = PARAM_AXES["/".join(keys[-2:])]
         axes = tuple(None if a == "data" and not fsdp else a for a in axes)
         return NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - len(axes)), *axes))

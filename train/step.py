@@ -3,7 +3,6 @@
 Shape key: A microbatches, B sequences, T positions.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,19 +14,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp4jax import bits
-from fp4jax.numerics import Numerics, census
-from fp4jax.recipe import GEMMS, Recipe, round_to_nearest
+from fp4jax.dot import roll_history
+from fp4jax.numerics import Context, Numerics, census
+from fp4jax.recipe import GEMMS, Recipe, current_scaling, round_to_nearest
 from models import llama
 from train import data, optimizer, sharding
 from train.config import Settings
 
 
 class TrainState(NamedTuple):
-    """All arrays of a run. params, opt_state: float32; step: int32, the number of optimizer steps done."""
+    """All arrays of a run.
+
+    params, opt_state: float32. step: int32, the number of optimizer steps done. history: {path: float32 [L, 3, 2, 4]}, the
+    maxima of delayed scaling (`fp4jax.numerics.Context`), empty when no phase of the run has it.
+    """
 
     params: Any
     opt_state: Any
     step: jax.Array
+    history: dict[str, jax.Array]
 
 
 def init_state(settings: Settings, mesh: Mesh) -> TrainState:
@@ -48,7 +53,10 @@ def _init_and_shardings(settings: Settings, mesh: Mesh):
 
     def init() -> TrainState:
         params = model.init(jax.random.key(settings.train.seed), jnp.zeros((1, settings.data.seq_len), jnp.int32))["params"]
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+        history = {}
+        for phase in settings.phases():
+            history |= phase.numerics.init_history(llama.LINEAR_PATHS)
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history)
 
     return init, sharding.state_shardings(mesh, jax.eval_shape(init), fsdp=settings.mesh.fsdp)
 
@@ -80,7 +88,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
 
     The loss is the mean over all tokens of the global batch, whatever the number of microbatches; random bits are keyed by
-    (seed, step) and by the global row of each token. metrics: train_loss (nats per token), grad_norm (before clipping), lr,
+    (seed, step) and by the global row of each token. Delayed scaling takes, per operand, the largest maximum of all
+    microbatches into its history, once per step. metrics: train_loss (nats per token), grad_norm (before clipping), lr,
     all float32 scalars.
     """
     tx = optimizer.make_optimizer(settings.optimizer)
@@ -88,14 +97,17 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     model = llama.Llama(settings.model, settings.numerics.dot, sharding.constrain(mesh))
     accumulation, seed = settings.train.accumulation, settings.train.seed
 
-    def loss_sum(params, tokens_BT1, key):
+    def loss_sum(params, history, tokens_BT1, key):
+        key = Context(key, history)
         nll_BT: Any = model.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
         return jnp.sum(nll_BT) / num_tokens(tokens_BT1)
 
     def num_tokens(tokens_BT1):
         return accumulation * tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
 
-    def accumulate(params, tokens_BT1, key):
+    value_and_grad = jax.value_and_grad(loss_sum, argnums=(0, 1))
+
+    def accumulate(params, history, tokens_BT1, key):
         tokens_ABT1 = tokens_BT1.reshape(accumulation, -1, tokens_BT1.shape[1])
         spread = NamedSharding(mesh, PartitionSpec(None, "data"))
         tokens_ABT1 = jax.lax.with_sharding_constraint(tokens_ABT1, spread)
@@ -103,20 +115,23 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
 
         def add(carry, xs):
             index, tokens = xs
-            value_and_grad = jax.value_and_grad(loss_sum)(params, tokens, key._replace(row_offset=index * jnp.uint32(rows)))
-            return jax.tree.map(jnp.add, carry, value_and_grad), None
+            loss, grads = value_and_grad(params, history, tokens, key._replace(row_offset=index * jnp.uint32(rows)))
+            (old_loss, (old_grads, old_maxima)), (new_grads, new_maxima) = carry, grads
+            summed = jax.tree.map(jnp.add, old_grads, new_grads)
+            return (old_loss + loss, (summed, jax.tree.map(jnp.maximum, old_maxima, new_maxima))), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, history)))
         return jax.lax.scan(add, zero, (jnp.arange(accumulation, dtype=jnp.uint32), tokens_ABT1))[0]
 
     def train_step(state: TrainState, tokens_BT1: jax.Array):
         key = bits.step_key(seed, state.step)
-        gradient = jax.value_and_grad(loss_sum) if accumulation == 1 else accumulate
-        loss, grads = gradient(state.params, tokens_BT1, key)
+        gradient = value_and_grad if accumulation == 1 else accumulate
+        loss, (grads, maxima) = gradient(state.params, state.history, tokens_BT1, key)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
-        return TrainState(params, opt_state, state.step + 1), metrics
+        history = jax.tree.map(roll_history, state.history, maxima)
+        return TrainState(params, opt_state, state.step + 1, history), metrics
 
     _, shardings = _init_and_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -136,8 +151,8 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     those of step 0; `stochastic` keeps the recipe's own rounding and the signs of `step`.
     first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
     """
-    recipe = settings.numerics.recipe if stochastic else round_to_nearest(settings.numerics.recipe)
-    numerics = dataclasses.replace(settings.numerics, recipe=Recipe(fprop=recipe.fprop))
+    numerics = settings.numerics if stochastic else settings.numerics.map(round_to_nearest)
+    numerics = numerics.map(lambda recipe: Recipe(fprop=current_scaling(recipe).fprop))
     model = llama.Llama(settings.model, numerics.dot)
 
     def eval_step(params, tokens_BT1, first_row, step):
@@ -187,7 +202,7 @@ def census_rows(settings: Settings) -> list[dict[str, Any]]:
 
     def trace(numerics: Numerics):
         model = llama.Llama(settings.model, numerics.dot)
-        key = bits.step_key(0, 0)
+        key = Context(bits.step_key(0, 0), numerics.init_history(llama.LINEAR_PATHS))
         return jax.eval_shape(lambda p, t: model.apply(p, t, t, key, method="token_losses"), params, tokens)
 
     rows = census(settings.numerics, trace)
