@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fp4jax import bits, dot, quantized_dot_general, recipes
-from fp4jax.numerics import Numerics, census
+from fp4jax.numerics import Context, Numerics, census
 from fp4jax.recipe import GEMMS
 
 DN = (((1,), (0,)), ((), ()))
@@ -174,3 +174,99 @@ def test_observe_is_called_for_every_gemm_of_every_traced_dot():
     f(X)
     assert [r["gemm"] for r in rows] == list(GEMMS)
     assert {r["impl"] for r in rows} == {dot.resolve_impl("auto")}
+
+
+# ---- Rules, kept blocks, history ----
+
+
+def scanned(numerics, n_layers=4):
+    def body(x, layer):
+        for path in PATHS:
+            x = numerics.dot(path, layer, KEY)(x, W / 8, DN)
+        return x, None
+
+    return lax.scan(body, X, jnp.arange(n_layers))[0]
+
+
+def unrolled(numerics, n_layers=4):
+    x = X
+    for layer in range(n_layers):
+        for path in PATHS:
+            x = numerics.dot(path, layer, KEY)(x, W / 8, DN)
+    return x
+
+
+SR, BF16 = recipes.get("mxfp4_sr"), recipes.get("bf16")
+RULES = (("layers/2/attn/q", recipes.get("none")), ("attn/q", BF16), ("mlp/*", recipes.get("mxfp4")))
+
+
+def test_the_first_match_wins():
+    numerics = Numerics(SR, ("attn/k",), rules=RULES, keep_first=1, keep_last=1, n_layers=4)
+    table = {(p, i): numerics.recipe_for(p, i) for p in ("attn/q", "attn/k", "attn/v", "mlp/up") for i in range(4)}
+    assert [table["attn/q", i] for i in range(4)] == [
+        (BF16, "rule 'attn/q'"),
+        (BF16, "rule 'attn/q'"),
+        (recipes.get("none"), "rule 'layers/2/attn/q'"),
+        (BF16, "rule 'attn/q'"),
+    ]
+    assert {table["attn/k", i] for i in range(4)} == {(recipes.get("none"), "exempt='attn/k' in the config")}
+    assert [table["attn/v", i][1] for i in range(4)] == ["keep_first=1", "", "", "keep_last=1"]
+    assert table["attn/v", 0][0] == table["attn/v", 3][0] == BF16
+    assert table["attn/v", 1][0] == SR
+    assert {table["mlp/up", i][0] for i in range(4)} == {recipes.get("mxfp4")}
+    assert numerics.recipe_for("lm_head", None) == (SR, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": (("attn/quer", BF16),)}, "rule 'attn/quer' matches no layer"),
+        ({"rules": (("attn/*", BF16), ("attn/q", SR))}, "rule 'attn/q' matches no layer that an earlier"),
+        ({"rules": (("layers/4/attn/q", BF16),)}, "rule 'layers/4/attn/q'"),
+        ({"exempt": ("lm_head", "head")}, "exempt pattern 'head'"),
+        ({"exempt": ("lm_head",), "rules": (("lm_head", BF16),)}, "rule 'lm_head'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        Numerics(SR, n_layers=4, **options).check_patterns((*PATHS, "lm_head"))
+
+
+def test_kept_blocks_must_fit_the_model():
+    for options in ({"keep_last": 5}, {"keep_first": 3, "keep_last": 2}, {"keep_first": -1}, {"keep_last": 1, "n_layers": 0}):
+        with pytest.raises(ValueError, match="do not fit"):
+            Numerics(SR, **{"n_layers": 4} | options)
+    with pytest.raises(ValueError, match="n_layers"):
+        scanned(Numerics(SR, rules=(("layers/0/*", BF16),)))
+
+
+def test_scanned_and_unrolled_blocks_follow_the_same_rules():
+    numerics = Numerics(SR, rules=RULES, keep_first=1, n_layers=4)
+    a, b = jax.jit(lambda: scanned(numerics))(), jax.jit(lambda: unrolled(numerics))()
+    plain = jax.jit(lambda: unrolled(Numerics(SR, n_layers=4)))()
+    norm = np.linalg.norm
+    assert norm(a - b) < 1e-5 * norm(b)
+    assert norm(plain - b) > 1e-2 * norm(b)
+    rows = census(numerics, scanned)
+    names = [r["module"] for r in rows if r["gemm"] == "fprop" and r["module"].endswith("attn/q")]
+    assert names == ["layers/0-1,3/attn/q", "layers/2/attn/q"]
+    assert {r["module"] for r in rows if r["module"].endswith("attn/v")} == {"layers/0/attn/v", "layers/1-3/attn/v"}
+
+
+def test_history_is_indexed_by_block_and_its_cotangent_holds_the_maxima():
+    numerics = Numerics(recipes.get("fp8_delayed"), n_layers=4)
+    history = numerics.init_history((*PATHS, "lm_head"))
+    assert {k: v.shape for k, v in history.items()} == dict.fromkeys(PATHS, (4, 3, 2, 4))
+    assert Numerics(recipes.get("fp8_current"), n_layers=4).init_history(PATHS) == {}
+
+    def run(history, step=None):
+        def body(x, layer):
+            return numerics.dot("attn/q", layer, Context(None, history))(x, W / 8, DN), None
+
+        return (lax.scan(body, X, jnp.arange(4))[0] ** 2).sum()
+
+    maxima = jax.jit(jax.grad(run))(history)
+    assert (np.asarray(maxima["attn/q"][..., 0]) > 0).all()
+    np.testing.assert_array_equal(maxima["attn/q"][0, 0, :, 0], [np.abs(X).max(), np.abs(W / 8).max()])
+    assert not np.asarray(maxima["attn/q"][..., 1:]).any()
+    assert not np.asarray(maxima["mlp/up"]).any()
