@@ -13,46 +13,14 @@ from jax.extend import core
 
 _ROUNDINGS = ("round", "floor")
 # What may follow a rounding on the way to the dot: scaling by the block's scale, clipping, flushing, signs, and moves.
-_KEEPS = frozenset(
-    [
-        "abs",
-        "and",
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "custom_jvp_call",
-        "dynamic_slice",
-        "gather",
-        "ge",
-        "gt",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "ne",
-        "neg",
-        "optimization_barrier",
-        "or",
-        "pad",
-        "reshape",
-        "select_n",
-        "sharding_constraint",
-        "sign",
-        "slice",
-        "squeeze",
-        "transpose",
-        "eq",
-        "lt",
-        "le",
-        "min",
-        "shift_right_arithmetic",
-        "shift_left",
-    ]
-)
-_COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
+# fmt: off
+_KEEPS = frozenset((
+    "abs", "and", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy_p", "dynamic_slice",
+    "max", "min", "mul", "name", "neg", "not", "or", "pad", "reshape", "select_n", "sharding_constraint", "sign", "slice",
+    "squeeze", "transpose", "xor",
+))
+# fmt: on
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def count_dots(program: Any, *args: Any) -> Counter[str]:
