@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
     if args.command == "describe":
         entry = recipes.ENTRIES[args.name]

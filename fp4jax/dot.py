@@ -60,6 +60,8 @@ def quantized_dot_general(
     and rotation and the GEMM does not pad, when key or history are missing, or when `impl` is unknown.
     """
     resolve_impl(impl)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{recipe=} is not a Recipe: fp4jax.recipes.get(name) returns one")
     if recipe.is_plain:
         return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
     if recipe.needs_key and key is None:

@@ -187,7 +187,8 @@ def get(name: str) -> Recipe:
     """Return the recipe of that name; raises ValueError, with the nearest names, when there is none."""
     if name not in ENTRIES:
         near = difflib.get_close_matches(str(name), ENTRIES, n=3)
-        raise ValueError(f"unknown recipe {name!r}: " + (f"did you mean {near}?" if near else f"choose from {names()}"))
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "python -m fp4jax list shows all"
+        raise ValueError(f"unknown recipe {name!r}: {hint}")
     return ENTRIES[name].recipe
 
 

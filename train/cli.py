@@ -41,6 +41,11 @@ def run(main: Callable[[], int]) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
     for name in ("train", "fp4jax", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO)
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
+        module = sys.modules["__main__"]
+        print(f"{module.__doc__}\n{flags.FLAGS.module_help(module)}")
+        print("\nConfig keys, types and defaults (--config.KEY=VALUE): train/config.py, and config.json in a workdir.")
+        sys.exit(DONE)
     try:
         parse_flags(flags.FLAGS, sys.argv)
         code = main()
@@ -58,7 +63,8 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
     except InputError:
         raise
     except (AttributeError, KeyError) as error:
-        raise InputError(f"flags: no such config key or attribute: {error}") from None
+        text = str(error).replace("\\n", " ").replace("\\'", "'").strip("'\"")  # ml_collections: the repr of a repr
+        raise InputError(f"flags: no such config key or attribute: {text}") from None
     except flags.Error as error:
         raise InputError(f"flags: {error}") from None
     except Exception as error:  # a config file is a Python program: it may raise anything
@@ -78,14 +84,5 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep XLA's and TensorStore's C++ log lines off stderr, and what orbax 0.12.8 leaves behind when a restore fails:
-    tasks whose exceptions nobody retrieves, and callbacks to a closed event loop. The failure itself is reported.
-    """
+    """Keep XLA's and TensorStore's C++ log lines off stderr."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-    def report(fault: Any) -> None:
-        if str(fault.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(fault)
-
-    sys.unraisablehook = report

@@ -232,7 +232,8 @@ def _check_together(s: Settings) -> None:
     """Raise InputError when sections do not fit each other."""
     if s.optimizer.warmup_steps >= s.optimizer.decay_steps:
         raise InputError(
-            f"optimizer.warmup_steps={s.optimizer.warmup_steps} is not below the decay's end ({s.optimizer.decay_steps})"
+            f"optimizer.warmup_steps={s.optimizer.warmup_steps} is not below the decay's end ({s.optimizer.decay_steps}): "
+            "a shorter run needs a shorter --config.optimizer.warmup_steps too"
         )
     if s.data.vocab_size > s.model.vocab_size:
         raise InputError(
@@ -288,4 +289,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
     a, b = flat("", json.loads(json.dumps(old))), flat("", json.loads(json.dumps(new)))
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in (*MAY_CHANGE_ON_RESUME, "quant.digest")]
-    return [f"{k}: {a.get(k)} → {b.get(k)}" for k in keys]
+    if "quant.recipe" in keys:  # its leaves differ as a matter of course
+        keys = [k for k in keys if not k.startswith("quant.resolved.")]
+    notes = {"optimizer.decay_steps": " (it follows train.steps unless it is set)"}
+    return [f"{k}: {a.get(k)} → {b.get(k)}{notes.get(k, '')}" for k in keys]

@@ -6,6 +6,7 @@ line of stdout is a JSON object with step, val_loss, perplexity, tokens and reci
 """
 
 import dataclasses
+import logging
 import math
 import pathlib
 import sys
@@ -15,6 +16,7 @@ from absl import flags
 from train import cli
 from train.errors import InputError
 
+log = logging.getLogger(__name__)
 WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 STEP = flags.DEFINE_integer("step", None, "Checkpoint to restore; default the newest.")
 RECIPE = flags.DEFINE_string("recipe", None, "Evaluate in this recipe's numerics; default the run's own.")
@@ -60,6 +62,7 @@ def main() -> int:
         numerics = dataclasses.replace(settings.numerics, recipe=recipe, rules=(), keep_first=0, keep_last=kept)
         settings = dataclasses.replace(settings, numerics=numerics, recipe_name=name)
     batches = step.val_batches(settings, mesh, dataset, batch_size=BATCH_SIZE.value or 0)
+    log.info("evaluating step %d of %s, trained in %s, in %s", at, workdir, run["recipe"], settings.recipe_name)
     try:
         eval_step = step.make_eval_step(settings, mesh, stochastic=STOCHASTIC.value)
         loss = step.validation_loss(eval_step, mesh, state, batches)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pathlib
+import signal
 import time
 from typing import Any, NamedTuple
 
@@ -127,6 +128,8 @@ class Run:
         with Progress(steps=train.steps, done=first, log_every=train.log_every) as progress:
             try:
                 pending, clock = None, time.perf_counter()
+                if first < train.steps:
+                    log.info("compiling the training step")
                 while self.done < train.steps and not self._reached_target() and not stop.signal:
                     self._profile(profile, self.done - first)
                     tokens = jax.device_put(next(self.iterator)["tokens"], sharding.batch_sharding(self.mesh))
@@ -156,6 +159,9 @@ class Run:
             finally:
                 self._profile(False, 0)
                 metrics.close()
+        if stop.signal:
+            name = signal.Signals(stop.signal).name
+            log.info("%s: checkpoint of step %d in %s; the same command continues", name, self.done, self.workdir)
         return Result(self.done, self.val_loss, stopped=stop.signal is not None)
 
     def _is_due(self, every: int) -> bool:
