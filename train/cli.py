@@ -63,7 +63,7 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
     except InputError:
         raise
     except (AttributeError, KeyError) as error:
-        text = str(error).replace("\\n", " ").replace("\\'", "'").strip("'\"")  # ml_collections: the repr of a repr
+        text = " ".join(str(error).replace("\\n", " ").replace("\\", "").replace("'", "").split())  # the repr of a repr
         raise InputError(f"flags: no such config key or attribute: {text}") from None
     except flags.Error as error:
         raise InputError(f"flags: {error}") from None

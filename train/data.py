@@ -58,9 +58,7 @@ class DataConfig:
         if self.source not in SOURCES:
             raise InputError(f"data.source={self.source!r} is not one of {', '.join(SOURCES)}")
         if (self.source == "files") != bool(self.files):
-            raise InputError(
-                f"data.files={self.files!r} with data.source={self.source!r}: source 'files', and no other, needs files"
-            )
+            raise InputError(f"data.files={self.files!r} with data.source={self.source!r}: 'files', and only it, needs files")
         if self.source != "files" and (self.val_files or self.text_key != "text"):
             raise InputError(f"data.val_files and data.text_key do not apply to data.source={self.source!r}")
         if self.seq_len < 1:
