@@ -17,6 +17,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
+from models.llama import LINEAR_PATHS
 from train import cli, config, loop, sharding, step
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -170,7 +171,8 @@ _programs = {}
 
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per model, seed and mesh."""
-    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp
+    histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
+    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories))
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])

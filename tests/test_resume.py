@@ -11,7 +11,7 @@ import subprocess
 import time
 
 import pytest
-from helpers import ROOT, argv, command, environment, rows, run, settings, share_programs, train, write_corpus
+from helpers import ROOT, NoStop, argv, command, environment, rows, run, settings, share_programs, train, write_corpus
 
 KILLS = int(os.environ.get("FP4JAX_KILLS", "1"))
 RECIPES = ("mxfp4_sr", "mxfp4_rht16")
@@ -85,3 +85,25 @@ def test_a_longer_run_cuts_the_rows_after_its_checkpoint(tmp_path, monkeypatch):
     path.write_text(path.read_text() + json.dumps({"step": 9, "tokens": 1, "train_loss": 1.0}) + '\n{"step": 10, "tok')
     train(s, tmp_path / "run")
     assert rows(tmp_path / "run") == whole
+
+
+def test_a_schedule_switches_at_its_steps_whether_resumed_there_or_not(tmp_path, monkeypatch):
+    """Stopped at every step in turn: before, at, and after a switch, with a history that is carried through a phase without."""
+    share_programs(monkeypatch)
+    corpus = write_corpus(tmp_path)
+    schedule = ((2, "mxfp4_sr"), (4, ":fprop=bf16"))
+    s = settings(corpus, quant__recipe="fp8_delayed", quant__schedule=schedule, train__steps=6, train__eval_every=2)
+    train(s, tmp_path / "whole")
+    whole = rows(tmp_path / "whole")
+    for step in range(1, 6):
+        path = tmp_path / "run" / "metrics.jsonl"
+        reached = lambda n=step, p=path: p.exists() and len([r for r in rows(p.parent) if "train_loss" in r]) >= n  # noqa: E731
+        train(s, tmp_path / "run", NoStop(reached))
+    train(s, tmp_path / "run")
+    assert rows(tmp_path / "run") == whole
+    names = [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("census")]
+    assert sorted(names) == ["census.json", "census_from_step_2.json", "census_from_step_4.json"]
+    plain = settings(corpus, quant__recipe="fp8_delayed", train__steps=6, train__eval_every=2)
+    train(plain, tmp_path / "plain")
+    same = [a == b for a, b in zip(rows(tmp_path / "plain"), whole, strict=True) if "train_loss" in a]
+    assert same == [True, True, False, False, False, False]

@@ -65,6 +65,41 @@ def test_accumulation_draws_the_same_bits(tiny):
     assert_gradients_equal(whole[1], parts[1], 0.02)
 
 
+# ---- Delayed scaling ----
+
+
+def run_step(s, state=None):
+    mesh, train_step = compiled_step(s)
+    return train_step(state or initial_state(s, mesh), tokens(s))
+
+
+def test_delayed_scaling_starts_from_current_maxima_and_then_from_the_history(tiny):
+    delayed, current = tiny(quant__recipe="fp8_delayed"), tiny(quant__recipe="fp8_current")
+    assert initial_state(current, sharding.make_mesh(current.mesh)).history == {}
+    (a, first), (b, other) = run_step(delayed), run_step(current)
+    assert (float(first["train_loss"]), float(first["grad_norm"])) == (float(other["train_loss"]), float(other["grad_norm"]))
+    jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
+    for path, history in a.history.items():
+        assert (np.asarray(history[..., 0]) > 0).all(), path
+        assert not np.asarray(history[..., 1:]).any(), path
+    old = jax.tree.map(np.asarray, a.history)
+    kernels = jax.tree.map(np.asarray, a.params["layers"])
+    c, second = run_step(delayed, a)
+    _, plain = run_step(current, b)
+    assert float(second["train_loss"]) != float(plain["train_loss"])
+    for path, history in c.history.items():
+        np.testing.assert_array_equal(history[..., 1:], old[path][..., :-1])
+        part, name = path.split("/")
+        np.testing.assert_array_equal(history[:, 0, 1, 0], np.abs(kernels[part][name]["kernel"]).max((1, 2)))
+
+
+def test_accumulation_takes_the_larger_maximum_of_all_microbatches(tiny):
+    whole, parts = (run_step(tiny(quant__recipe="fp8_delayed", train__accumulation=a))[0].history for a in (1, 2))
+    np.testing.assert_array_equal(whole["attn/q"][0, 0, :, 0], parts["attn/q"][0, 0, :, 0])  # before any cast
+    for path in whole:
+        np.testing.assert_allclose(whole[path][..., 0], parts[path][..., 0], rtol=0.3)
+
+
 # ---- State ----
 
 
