@@ -39,7 +39,7 @@ def figures(x: np.ndarray, spec: OperandSpec) -> tuple[float, float, float, floa
     exact = x.astype(np.float64)
     block = spec.block or x.size
     assert spec.element is not None
-    held = quantize(x, spec, 1, key=key)
+    held = quantize(jnp.asarray(x), spec, 1, key=key)
     scale = np.asarray(held.scale.astype(jnp.float32), np.float64)
     if held.tensor_scale is not None:
         scale = scale * float(held.tensor_scale[0, 0])

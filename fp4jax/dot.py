@@ -13,18 +13,21 @@ Any dimension numbers are brought to this 2-D form: several contracting axes are
 into M and of rhs into N, in the order lax.dot_general returns them; batch axes are mapped (each with its own draws).
 """
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax import bits, rotation, rounding
-from fp4jax.ops import quantize
+from fp4jax.ops import qtensor, quantize
 from fp4jax.recipe import GEMMS, OPERANDS, GemmSpec, Recipe
 
 IMPLS = ("auto", "reference")
+RESIDUALS = ("operands", "packed")
+RESIDUAL_NAME = "fp4_residual"
 _SIGNS_WORD = 2  # after the operands' 0 and 1
 TOKEN_OPERANDS = ("x", "dy")  # their rows are tokens: they take the key's row offset
 
@@ -47,6 +50,8 @@ def quantized_dot_general(
     key=None,
     history=None,
     impl: str = "auto",
+    residuals: str = "operands",
+    shared: dict[Any, Any] | None = None,
 ) -> jax.Array:
     """Return lax.dot_general(lhs, rhs, dimension_numbers) with the forward and both backward GEMMs following `recipe`.
 
@@ -56,8 +61,12 @@ def quantized_dot_general(
     [3, 2, H], needed when recipe.needs_history (delayed scaling): the maxima of earlier steps per GEMM and operand, newest
     first; a "delayed" scale is made from the newest, or from the operand itself where that is 0. Its cotangent is no
     gradient: it holds this call's maxima in [:, :, 0] and zeros elsewhere (see `roll_history`). A recipe that is plain
-    everywhere is lax.dot_general itself. Raises ValueError when a contraction length is not a multiple of the GEMM's blocks
-    and rotation and the GEMM does not pad, when key or history are missing, or when `impl` is unknown.
+    everywhere is lax.dot_general itself. residuals: what the backward keeps of x and w, "operands" as they are, or "packed":
+    the codes and scales that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies.
+    shared: a dict that several dots of the same lhs are given, so that they keep one packed copy of it (where no random
+    bits are drawn for it). Raises ValueError when a contraction length is not a multiple of the GEMM's blocks
+    and rotation and the GEMM does not pad, when key or history are missing, when `impl` is unknown, or when residuals="packed"
+    meets delayed scaling, a split, or a clipping rule, which need the operands themselves.
     """
     resolve_impl(impl)
     if not isinstance(recipe, Recipe):
@@ -70,6 +79,10 @@ def quantized_dot_general(
         raise ValueError("the recipe takes scales from earlier steps (delayed scaling): pass history=")
     if not recipe.needs_history:
         history = None
+    if residuals not in RESIDUALS:
+        raise ValueError(f"unknown {residuals=}: choose from {list(RESIDUALS)}")
+    if residuals == "packed":
+        _check_packable(recipe)
     key = None if key is None else bits.as_key(key)
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)  # refuses what lax refuses
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -82,7 +95,15 @@ def quantized_dot_general(
     k = _size(lhs, lhs_contract)
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, _size(lhs, lhs_free), k)
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
-    dot = functools.partial(_dot_2d, recipe=recipe, precision=precision, out_dtype=jnp.dtype(out_dtype))
+
+    def dot(x_MK, w_KN, key, history):
+        packed = (None, None)
+        if residuals == "packed":
+            x_Q = _pack_shared(recipe, lhs, x_MK, key, {} if batch or shared is None else shared)
+            packed = (x_Q, _pack(recipe, "dgrad", w_KN, key))
+        dtype = jnp.dtype(out_dtype)
+        return _dot_2d(x_MK, w_KN, key, history, packed, recipe=recipe, precision=precision, out_dtype=dtype)
+
     for _ in batch:
         dot = jax.vmap(dot, in_axes=(0, 0, None, None))
     y = dot(x, w, key, history)
@@ -127,38 +148,79 @@ def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
 FREE_LENGTH_OF = {"fprop": ("wgrad", "dgrad"), "dgrad": ("wgrad", "fprop"), "wgrad": ("fprop", "dgrad")}
 
 
-def _dot_2d(x, w, key, history, *, recipe, precision, out_dtype):
-    """The custom_vjp dot of x_MK and w_KN."""
+def _check_packable(recipe: Recipe) -> None:
+    specs = [spec for g in GEMMS for spec in (getattr(recipe, g).lhs, getattr(recipe, g).rhs)]
+    if recipe.needs_history or any(getattr(recipe, g).split != "none" for g in GEMMS):
+        raise ValueError("residuals='packed' does not apply to delayed scaling or a split: their backward needs the operands")
+    if any(spec.scale_rule == "quest" for spec in specs):
+        raise ValueError("residuals='packed' does not apply to scale_rule='quest': its clip mask needs the operands")
+
+
+def _pack(recipe: Recipe, gemm: str, operand: jax.Array, key: bits.Key | None) -> qtensor.QTensor | None:
+    """Return what the backward `gemm` multiplies of its forward operand (x of wgrad, w of dgrad), None if not quantized."""
+    index, axis = (0, 0) if gemm == "wgrad" else (1, 1)
+    spec: GemmSpec = getattr(recipe, gemm)
+    operand_spec = (spec.lhs, spec.rhs)[index]
+    if operand_spec.element is None:
+        return None
+    if operand_spec.source == "fprop":
+        fprop_key = _gemm_key(key, "fprop")
+        signs = _signs(recipe.fprop, fprop_key)
+        operand = _cast_operand(index, recipe.fprop, (operand, 1 - axis), fprop_key, signs, OPERANDS[gemm][index])[0]
+    gemm_key = _gemm_key(key, gemm)
+    operand, operand_key, _ = _prepare(index, spec, (operand, axis), gemm_key, _signs(spec, gemm_key), OPERANDS[gemm][index])
+    packed = quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
+
+
+def _pack_shared(recipe: Recipe, lhs, x_MK, key: bits.Key | None, shared: dict[Any, Any]) -> qtensor.QTensor | None:
+    """Return `_pack` of x for wgrad; dots that share `shared` and have the very same lhs keep one copy of it."""
+    spec = recipe.wgrad
+    if spec.lhs.draws or spec.rotation.signs == "redrawn" or spec.lhs.source == "fprop":
+        return _pack(recipe, "wgrad", x_MK, key)
+    name = (spec.lhs, spec.rotation, spec.pad)
+    if name not in shared or shared[name][0] is not lhs:
+        shared[name] = lhs, _pack(recipe, "wgrad", x_MK, key)
+    return shared[name][1]
+
+
+def _dot_2d(x, w, key, history, packed, *, recipe, precision, out_dtype):
+    """The custom_vjp dot of x_MK and w_KN; packed: what the backward multiplies of x and w, None for the two themselves."""
+    like_x, like_w = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w))
 
     def run(gemm, lhs, rhs, key, history, out_dtype):
         return _gemm(gemm, recipe, lhs, rhs, key, history, precision, out_dtype)
 
     @jax.custom_vjp
-    def dot(x_MK, w_KN, key, history):
+    def dot(x_MK, w_KN, key, history, packed):
         return run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)[0]
 
-    def forward(x_MK, w_KN, key, history):
+    def forward(x_MK, w_KN, key, history, packed):
         y_MN, maxima = run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)
-        return y_MN, (x_MK, w_KN, key, history, maxima)
+        kept = (x_MK if packed[0] is None else None, w_KN if packed[1] is None else None)
+        return y_MN, (kept, key, history, packed, maxima)
 
     def backward(residuals, dy_MN):
-        x_MK, w_KN, key, history, maxima = residuals
+        (x_MK, w_KN), key, history, packed, maxima = residuals
         reuse_w, reuse_x = recipe.dgrad.rhs.source == "fprop", recipe.wgrad.lhs.source == "fprop"
         fprop_key = _gemm_key(key, "fprop")
         signs = _signs(recipe.fprop, fprop_key) if reuse_w or reuse_x else None
-        w = _cast_operand(1, recipe.fprop, (w_KN, 0), fprop_key, signs, "w")[0] if reuse_w else w_KN
-        x = _cast_operand(0, recipe.fprop, (x_MK, 1), fprop_key, signs, "x")[0] if reuse_x else x_MK
-        dx_MK, dgrad_maxima = run("dgrad", (dy_MN, 1), (w, 1), key, history, jnp.float32 if reuse_w else x_MK.dtype)
-        dw_KN, wgrad_maxima = run("wgrad", (x, 0), (dy_MN, 0), key, history, jnp.float32 if reuse_x else w_KN.dtype)
-        dx_MK = _to_input(dx_MK, 0, (x_MK, 1), recipe, key, rotated=reuse_w)
-        dw_KN = _to_input(dw_KN, 1, (w_KN, 0), recipe, key, rotated=reuse_x)
+        x, w = (kept if kept is not None else ready for kept, ready in zip((x_MK, w_KN), packed, strict=True))
+        if reuse_w and w_KN is not None:
+            w = _cast_operand(1, recipe.fprop, (w_KN, 0), fprop_key, signs, "w")[0]
+        if reuse_x and x_MK is not None:
+            x = _cast_operand(0, recipe.fprop, (x_MK, 1), fprop_key, signs, "x")[0]
+        dx_MK, dgrad_maxima = run("dgrad", (dy_MN, 1), (w, 1), key, history, jnp.float32 if reuse_w else like_x.dtype)
+        dw_KN, wgrad_maxima = run("wgrad", (x, 0), (dy_MN, 0), key, history, jnp.float32 if reuse_x else like_w.dtype)
+        dx_MK = _to_input(dx_MK, 0, (like_x if x_MK is None else x_MK, 1), recipe, key, rotated=reuse_w)
+        dw_KN = _to_input(dw_KN, 1, (like_w if w_KN is None else w_KN, 0), recipe, key, rotated=reuse_x)
         if history is not None:
             measured = jnp.stack([jnp.stack(pair) for pair in (maxima, dgrad_maxima, wgrad_maxima)])
             history = jnp.zeros_like(history).at[..., 0].set(measured)
-        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None, history
+        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None, history, None
 
     dot.defvjp(forward, backward)
-    return dot(x, w, key, history)
+    return dot(x, w, key, history, packed)
 
 
 def roll_history(history: jax.Array, measured: jax.Array) -> jax.Array:
@@ -175,7 +237,7 @@ def _to_input(gradient, index, operand_and_axis, recipe, key, *, rotated):
     operand_spec = (spec.lhs, spec.rhs)[index]
     clips = operand_spec.scale_rule == "quest"
     if not (clips or rotated):
-        return gradient
+        return lax.slice_in_dim(gradient, 0, operand.shape[axis], axis=axis)
     signs = _signs(spec, _gemm_key(key, "fprop"))
 
     def rotate(x):
@@ -213,14 +275,12 @@ def _signs(spec: GemmSpec, gemm_key: bits.Key | None) -> jax.Array | None:
     return rotation.rotation_signs(spec.rotation, None if gemm_key is None else bits.fold_in(gemm_key, _SIGNS_WORD))
 
 
-def _cast_operand(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name, amax=None):
-    """Pad, rotate and quantize one operand; return (its values in FP32, its maximum or 0, what `split` took out)."""
+def _prepare(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name):
+    """Pad and rotate one operand; return (what is to be quantized, the key for it, what `split` took out)."""
     (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
-    free_axis = 1 - axis
-    free_length = operand.shape[free_axis]
     if spec.pad:
         operand = _pad(operand, axis, spec.multiple)
-        operand = _pad(operand, free_axis, operand_spec.across or 1)
+        operand = _pad(operand, 1 - axis, operand_spec.across or 1)
     if spec.rotation.size:
         operand = rotation.hadamard(operand, spec.rotation.size, axis, signs)
     first = None
@@ -231,12 +291,22 @@ def _cast_operand(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name
         operand_key = bits.fold_in(gemm_key, index)
         if name not in TOKEN_OPERANDS:
             operand_key = operand_key._replace(row_offset=0)
-    quantize.check_operand(operand, operand_spec, axis, operand_key)
+    return operand, operand_key, first
+
+
+def _cast_operand(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name, amax=None):
+    """Pad, rotate and quantize one operand; return (its values in FP32, its maximum or 0, what `split` took out)."""
+    (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
     measured = jnp.float32(0)
+    if isinstance(operand, qtensor.QTensor):  # packed in the forward
+        return operand.dequantize(), measured, None
+    free_length = operand.shape[1 - axis]
+    operand, operand_key, first = _prepare(index, spec, operand_and_axis, gemm_key, signs, name)
+    quantize.check_operand(operand, operand_spec, axis, operand_key)
     if operand_spec.scale_rule == "delayed":
         measured = rounding.max_magnitude(operand.astype(jnp.float32)).reshape(())
     values = quantize.fake_quantize(operand, operand_spec, axis, operand_key, amax)
-    return lax.slice_in_dim(values, 0, free_length, axis=free_axis), measured, first
+    return lax.slice_in_dim(values, 0, free_length, axis=1 - axis), measured, first
 
 
 def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, history, precision, out_dtype):

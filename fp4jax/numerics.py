@@ -45,7 +45,7 @@ class Numerics:
     keep_first, keep_last: so many blocks have BF16 operands. n_layers: blocks of the model, needed by rules on single
     blocks where blocks are scanned, and by keep_last. strict: True makes every other exemption an error; False leaves a GEMM
     plain when its contraction length does not divide by the recipe's blocks, and the census says so. observe: called with
-    one census row per GEMM of every traced dot.
+    one census row per GEMM of every traced dot. residuals: what the backward keeps, see `dot.quantized_dot_general`.
     """
 
     recipe: Recipe
@@ -57,9 +57,12 @@ class Numerics:
     keep_first: int = 0
     keep_last: int = 0
     n_layers: int = 0
+    residuals: str = "operands"
 
     def __post_init__(self):
         dot.resolve_impl(self.impl)
+        if self.residuals not in dot.RESIDUALS:
+            raise ValueError(f"unknown residuals={self.residuals!r}: choose from {list(dot.RESIDUALS)}")
         if self.keep_first < 0 or self.keep_last < 0 or self.keep_first + self.keep_last > max(self.n_layers, 0):
             raise ValueError(f"keep_first={self.keep_first} and keep_last={self.keep_last} do not fit {self.n_layers} blocks")
 
@@ -115,8 +118,14 @@ class Numerics:
                 out[path] = jnp.zeros((*(() if outside else (self.n_layers,)), 3, 2, HISTORY), jnp.float32)
         return out
 
-    def dot(self, path: str, layer: jax.Array | int | None = None, key: Any = None) -> Callable[..., jax.Array]:
-        """Return the dot_general of one linear layer; layer: block index or None; key: this step's key, Context, or None."""
+    def dot(
+        self, path: str, layer: jax.Array | int | None = None, key: Any = None, shared: dict[Any, Any] | None = None
+    ) -> Callable[..., jax.Array]:
+        """Return the dot_general of one linear layer.
+
+        layer: block index or None. key: this step's key, Context, or None. shared: a dict given to the layers of one block
+        that read the same input, so that they keep one packed copy of it.
+        """
         context = key if isinstance(key, Context) else Context(None if key is None else bits.as_key(key), {})
         layer_word = _NO_LAYER if layer is None else layer
         layer_key = None if context.key is None else bits.fold_in(context.key, bits.path_word(path), layer_word)
@@ -141,6 +150,8 @@ class Numerics:
                 key=layer_key if recipe.needs_key else None,
                 history=history if recipe.needs_history else None,
                 impl=self.impl,
+                residuals=self.residuals,
+                shared=shared if len(choices) == 1 else None,  # a branch of a switch may not see another's arrays
             )
 
         def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):

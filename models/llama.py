@@ -1,9 +1,10 @@
 """Llama 3.1 in Flax Linen: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
-The model knows nothing of FP4. It is quantized from outside by `linear_dot(path, layer, key)`, which returns the
+The model knows nothing of FP4. It is quantized from outside by `linear_dot(path, layer, key, shared)`, which returns the
 `dot_general` of one linear layer: `path` is one of `LINEAR_PATHS`, `layer` the layer index (a traced int32 scalar when
-scanned, a Python int when unrolled, None for the head), `key` whatever the caller passed to the model. Scanned layers
-share one traced program, so random bits must come from these three values. `linear_dot=None` is plain `nn.Dense`.
+scanned, a Python int when unrolled, None for the head), `key` whatever the caller passed to the model, `shared` a dict that
+the layers which read one input (q, k, v; gate, up) are given in common. Scanned layers share one traced program, so random
+bits must come from path, layer and key. `linear_dot=None` is plain `nn.Dense`.
 
 Parameters are float32; activations are `config.dtype`; norms, rotary angles, softmax, logits and losses are float32.
 Shapes: B batch, T time, D d_model, V vocabulary, N query heads, K key/value heads, G = N/K, H head size, R = H/2
@@ -24,14 +25,15 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-LinearDot = Callable[[str, Any, Any], Callable[..., jax.Array]]
+LinearDot = Callable[[str, Any, Any, dict[Any, Any]], Callable[..., jax.Array]]
 Constrain = Callable[[str, jax.Array], jax.Array]
 Rope = tuple[jax.Array, jax.Array]
 
 LINEAR_PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down", "lm_head")
+PACKED_NAME = "fp4_residual"  # what a `linear_dot` calls the packed operands it keeps for the backward pass
 _CHOICES = {
     "rope_scaling": ("none", "llama3.1"),
-    "remat": ("none", "full", "dots"),
+    "remat": ("none", "full", "dots", "packed"),
     "attention": ("dot_product", "blockwise"),
     "dtype": ("float32", "bfloat16"),
 }
@@ -201,7 +203,7 @@ class RMSNorm(nn.Module):
         return (x * scale_D[None, None, :]).astype(x_BTD.dtype)
 
 
-def _dense(module: "Attention | MLP", path: str, features: int, layer: Any, key: Any) -> nn.Dense:
+def _dense(module: "Attention | MLP", path: str, features: int, layer: Any, key: Any, shared: dict[Any, Any]) -> nn.Dense:
     """Build the linear layer at `path`, named by its last part; Dense calls `dot_general_cls()` for its dot."""
     return nn.Dense(
         features,
@@ -209,7 +211,7 @@ def _dense(module: "Attention | MLP", path: str, features: int, layer: Any, key:
         dtype=module.config.compute_dtype,
         param_dtype=jnp.float32,
         kernel_init=nn.initializers.normal(module.config.init_std),
-        dot_general_cls=module.linear_dot and functools.partial(module.linear_dot, path, layer, key),
+        dot_general_cls=module.linear_dot and functools.partial(module.linear_dot, path, layer, key, shared),
         name=path.split("/")[-1],
     )
 
@@ -222,10 +224,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, layer: Any, key: Any, rope: Rope) -> jax.Array:
-        c = self.config
+        c, shared = self.config, {}
 
         def heads(path, count):
-            y = _dense(self, path, count * c.head_size, layer, key)(x_BTD)
+            y = _dense(self, path, count * c.head_size, layer, key, shared)(x_BTD)
             return y.reshape(*y.shape[:-1], count, c.head_size)
 
         q_BTNH = rotate(heads("attn/q", c.n_heads), rope)
@@ -236,7 +238,7 @@ class Attention(nn.Module):
         else:
             out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
         out = out_BTNH.reshape(*x_BTD.shape[:-1], c.n_heads * c.head_size)
-        return _dense(self, "attn/o", c.d_model, layer, key)(out)
+        return _dense(self, "attn/o", c.d_model, layer, key, {})(out)
 
 
 class MLP(nn.Module):
@@ -247,9 +249,10 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, layer: Any, key: Any) -> jax.Array:
-        gate_BTF = _dense(self, "mlp/gate", self.config.d_ff, layer, key)(x_BTD)
-        up_BTF = _dense(self, "mlp/up", self.config.d_ff, layer, key)(x_BTD)
-        return _dense(self, "mlp/down", self.config.d_model, layer, key)(nn.silu(gate_BTF) * up_BTF)
+        shared = {}
+        gate_BTF = _dense(self, "mlp/gate", self.config.d_ff, layer, key, shared)(x_BTD)
+        up_BTF = _dense(self, "mlp/up", self.config.d_ff, layer, key, shared)(x_BTD)
+        return _dense(self, "mlp/down", self.config.d_model, layer, key, {})(nn.silu(gate_BTF) * up_BTF)
 
 
 class Block(nn.Module):
@@ -284,7 +287,7 @@ class LMHead(nn.Module):
         else:
             init = nn.initializers.normal(c.init_std)
             kernel_DV = self.param("kernel", init, (c.d_model, c.vocab_size), jnp.float32)
-        dot = lax.dot_general if self.linear_dot is None else self.linear_dot("lm_head", None, key)
+        dot = lax.dot_general if self.linear_dot is None else self.linear_dot("lm_head", None, key, {})
         logits_BTV = dot(x_BTD, kernel_DV.astype(x_BTD.dtype), (((2,), (0,)), ((), ())), precision=None)
         return _constrain(self.constrain, "logits_BTV", logits_BTV.astype(jnp.float32))
 
@@ -361,7 +364,12 @@ def _remat_block(config: LlamaConfig) -> Any:
     """Wrap Block in the rematerialisation policy; unrolled, `layer` (argument 2, after self) stays a Python int."""
     if config.remat == "none":
         return Block
-    policy = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[config.remat]
+    policies = jax.checkpoint_policies
+    policy = {
+        "full": None,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "packed": policies.save_only_these_names(PACKED_NAME),
+    }[config.remat]
     static = () if config.scan_layers else (2,)
     return nn.remat(Block, prevent_cse=not config.scan_layers, policy=policy, static_argnums=static)
 

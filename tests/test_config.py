@@ -297,6 +297,78 @@ def test_a_workdir_that_cannot_be_written(corpus, tmp_path, make):
     assert snapshot(tmp_path) == before
 
 
+# ---- Rules, kept blocks, schedules ----
+
+
+def test_rules_schedule_and_kept_blocks_resolve_and_round_trip(corpus):
+    s = settings(
+        corpus,
+        quant__recipe="mxfp4_h16",
+        quant__rules=(("mlp/down", "bf16"), ("layers/0/*", ":fprop=fp8_current")),
+        quant__schedule=((5, "fp8_delayed"), (9, "mxfp4:fprop=bf16,dgrad.lhs.rounding=sr")),
+        quant__keep_last=1,
+        quant__wgrad__rotation__size=32,
+    )
+    n, base = s.numerics, s.numerics.recipe
+    assert base == override(recipes.get("mxfp4_h16"), {"wgrad.rotation.size": 32})
+    assert n.rules[0] == ("mlp/down", recipes.get("bf16"))
+    assert n.rules[1][1] == dataclasses.replace(base, fprop=recipes.get("fp8_current").fprop)  # on top of the run's own recipe
+    assert (n.keep_last, n.n_layers, s.recipe_name) == (1, s.model.n_layers, "mxfp4_h16*")
+    names = [s.phase(step).recipe_name for step in (0, 4, 5, 8, 9, 10**6)]
+    assert names == ["mxfp4_h16*"] * 2 + ["fp8_delayed"] * 2 + ["mxfp4:fprop=bf16,dgrad.lhs.rounding=sr"] * 2
+    last = s.phase(9).numerics
+    assert (last.rules, last.keep_last) == (n.rules, 1)
+    assert (last.recipe.fprop.lhs.format, last.recipe.dgrad.lhs.rounding, last.recipe.wgrad.lhs.format) == (
+        "bf16",
+        "sr",
+        "mxfp4",
+    )
+    assert config.from_json_dict(json.loads(json.dumps(s.to_dict()))) == s
+
+
+def test_a_recipe_keeps_the_blocks_its_paper_keeps(corpus):
+    kept = lambda **changes: settings(corpus, quant__recipe="nvidia_nvfp4", **changes).numerics.keep_last  # noqa: E731
+    assert kept() == 1  # 15 % of two, rounded up
+    assert kept(quant__keep_last=0) == 0
+    assert kept(model__n_layers=20) == 3
+    assert settings(corpus, quant__recipe="mxfp4").numerics.keep_last == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant__rules": (("mlp/dwn", "bf16"),)}, "rule 'mlp/dwn' matches no layer"),
+        ({"quant__rules": (("mlp/*", "mxfp5"),)}, "unknown recipe 'mxfp5'"),
+        ({"quant__rules": (("mlp/*", ":fprop.lhs.nope=1"),)}, "unknown recipe leaf 'fprop.lhs.nope'"),
+        ({"quant__rules": (("mlp/*", ":fprop"),)}, "'fprop' in recipe ':fprop' is not leaf=value"),
+        ({"quant__rules": ("mlp/*", "bf16")}, "quant.rules=.*must hold .pattern, recipe. pairs"),
+        ({"quant__exempt": ("lm_haed",)}, "exempt pattern 'lm_haed' matches no layer"),
+        ({"quant__schedule": ((5, "bf16"), (5, "mxfp4"))}, r"the steps \[5, 5\] must be positive and rise"),
+        ({"quant__schedule": ((0, "bf16"),)}, "must be positive"),
+        ({"quant__schedule": (("5", "bf16"),)}, "must hold .step, recipe. pairs"),
+        ({"quant__keep_last": 3}, "do not fit 2 blocks"),
+        ({"quant__residuals": "codes"}, "unknown residuals='codes'"),
+        ({"model__remat": "packed"}, "saves nothing without quant.residuals"),
+        (
+            {"quant__recipe": "fp8_delayed", "quant__exempt": (), "model__loss_chunk": 16},
+            "loss_chunk does not go with delayed scaling of lm_head",
+        ),
+    ],
+)
+def test_bad_rules_and_schedules(corpus, changes, message):
+    with pytest.raises(InputError, match=message):
+        settings(corpus, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quant__schedule": ((5, "bf16"),)}, {"quant__rules": (("mlp/*", "bf16"),)}, {"quant__keep_first": 1}]
+)
+def test_another_schedule_or_rule_is_another_run(prepared, changes):
+    corpus, workdir = prepared
+    with pytest.raises(InputError, match="belongs to another run.*quant."):
+        loop.prepare(settings(corpus, **changes), workdir)
+
+
 # ---- Bad input: a workdir of something else ----
 
 

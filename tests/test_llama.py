@@ -355,7 +355,7 @@ def test_bfloat16_compute_gives_float32_results():
 KEY = jnp.array([3, 5], jnp.uint32)
 
 
-def scaling_dot(path, layer, key):
+def scaling_dot(path, layer, key, shared):
     """A dot whose output depends on every argument of the hook."""
     scale = 1 + 0.1 * llama.LINEAR_PATHS.index(path) + 0.01 * key[1].astype(jnp.float32)
     scale += 0.0 if layer is None else 0.5 * jnp.float32(layer)
@@ -368,7 +368,7 @@ def test_linear_dot_receives_path_layer_and_key(scan, remat):
     config = replace(BASE, scan_layers=scan, remat=remat, loss_chunk=4)
     calls = set()
 
-    def record(path, layer, key):
+    def record(path, layer, key, shared):
         assert key.shape == (2,)
         assert key.dtype == jnp.uint32
         if isinstance(layer, jax.Array):
@@ -391,7 +391,7 @@ def test_linear_dot_is_applied_to_its_own_layer(scan):
         holder = scaled["layers"][group[0]] if group else scaled
         kernel = holder[name]["kernel"]
         layers = range(BASE.n_layers) if group else [None]
-        scales = jnp.array([scaling_dot(path, i, KEY)(1.0, 1.0, (((), ()), ((), ()))) for i in layers])
+        scales = jnp.array([scaling_dot(path, i, KEY, {})(1.0, 1.0, (((), ()), ((), ()))) for i in layers])
         holder[name] = {"kernel": kernel * (scales[:, None, None] if group else jnp.full_like(kernel, scales[0]))}
     expected = logits(BASE, {"params": scaled}, tokens)
     config = replace(BASE, scan_layers=scan)
@@ -408,7 +408,7 @@ def test_plain_hook_lowers_to_the_program_without_a_hook(changes):
     def lower(**hooks):
         return jitted(loss_fn, config, **hooks).lower(*args).as_text()
 
-    assert lower(linear_dot=lambda path, layer, key: lax.dot_general) == lower()
+    assert lower(linear_dot=lambda path, layer, key, shared: lax.dot_general) == lower()
     assert lower(linear_dot=scaling_dot) != lower()
 
 

@@ -93,7 +93,7 @@ class Settings:
         n = self.numerics
         quant = {"recipe": self.recipe_name, "impl": n.impl, "strict": n.strict, "exempt": list(n.exempt)}
         quant["resolved"], quant["digest"] = n.recipe.to_dict(), n.recipe.digest()
-        quant |= {"keep_first": n.keep_first, "keep_last": n.keep_last}
+        quant |= {"keep_first": n.keep_first, "keep_last": n.keep_last, "residuals": n.residuals}
         quant["rules"] = [[pattern, recipe.to_dict()] for pattern, recipe in n.rules]
         quant["schedule"] = [[start, name, recipe.to_dict()] for start, name, recipe in self.schedule]
         return {**{s: dataclasses.asdict(getattr(self, s)) for s in sections}, "quant": quant}
@@ -136,6 +136,7 @@ def default_config() -> ConfigDict:
                 "rules": (),  # (pattern, recipe) pairs, first match wins: (("mlp/down", "bf16"), ("attn/*", ":fprop=bf16"))
                 "keep_first": 0,  # blocks in BF16
                 "keep_last": config_dict.placeholder(int),  # blocks in BF16; unset: what the recipe's paper keeps
+                "residuals": "operands",  # what the backward keeps of x and w; "packed": their FP4 codes
                 "schedule": (),  # (step, recipe) pairs: from that optimizer step on, instead of quant.recipe
                 **recipe_leaves,
             },
@@ -194,6 +195,7 @@ def resolve_numerics(quant: Any, n_layers: int) -> tuple[Numerics, str, tuple[tu
             keep_first=quant.keep_first,
             keep_last=keep_last,
             n_layers=n_layers,
+            residuals=quant.residuals,
         )
         numerics.check_patterns(LINEAR_PATHS)
         named = ((step, name + text if text.startswith(":") else text, text) for step, text in schedule)
@@ -244,6 +246,8 @@ def _check_together(s: Settings) -> None:
     histories = (history for phase in s.phases() for history in phase.numerics.init_history(("lm_head",)))
     if s.model.loss_chunk and any(histories):
         raise InputError("model.loss_chunk does not go with delayed scaling of lm_head: its chunks have one history")
+    if s.model.remat == "packed" and s.numerics.residuals != "packed":
+        raise InputError("model.remat='packed' saves nothing without quant.residuals='packed'")
     for name in ("loss_chunk", "attention_block"):
         size = getattr(s.model, name)
         if size and s.data.seq_len % size:
@@ -264,6 +268,7 @@ def from_json_dict(stored: dict[str, Any]) -> Settings:
             keep_first=quant["keep_first"],
             keep_last=quant["keep_last"],
             n_layers=model.n_layers,
+            residuals=quant["residuals"],
         )
         return Settings(
             model,
