@@ -13,7 +13,7 @@ import pytest
 from helpers import argv, parse, raw_config, settings, snapshot, write_corpus
 
 from fp4jax import recipes
-from fp4jax.recipe import Recipe, leaves
+from fp4jax.recipe import Recipe, leaves, override
 from train import config, loop, step
 from train.errors import InputError
 
@@ -365,7 +365,7 @@ def test_bad_rules_and_schedules(corpus, changes, message):
 )
 def test_another_schedule_or_rule_is_another_run(prepared, changes):
     corpus, workdir = prepared
-    with pytest.raises(InputError, match="belongs to another run.*quant."):
+    with pytest.raises(InputError, match=r"belongs to another run.*quant\."):
         loop.prepare(settings(corpus, **changes), workdir)
 
 
