@@ -3,11 +3,13 @@
 import ast
 import dataclasses
 import itertools
+import json
 import pathlib
 
 import pytest
 
 from fp4jax import GemmSpec, OperandSpec, Recipe, Rotation, formats, recipe, recipes
+from fp4jax import __main__ as cli
 
 E4M3, E5M2 = "fp8_e4m3.tensor.amax.rne", "fp8_e5m2.tensor.amax.rne"
 M, MSR = "mxfp4.1x32.even.rne", "mxfp4.1x32.even.sr"
@@ -39,19 +41,47 @@ LADDER = {
     "mxfp4_h32": rows((M, M, "H32d"), (M, M, "H32d"), (M, M, "H32d")),
     "mxfp4_h16_wgrad": rows((M, M, "-"), (M, M, "-"), (M, M, "H16d")),
 }
-RANDOM = {n for n in LADDER if n.endswith(("_sr", "_sr_grad", "_rht16"))}
+
+D4, D5, MX8 = "fp8_e4m3.tensor.delayed.rne", "fp8_e5m2.tensor.delayed.rne", "mxfp8_e4m3.1x32.ceil.rne"
+B, B2 = "fp8_e4m3.1x128.amax.rne", "fp8_e4m3.128x128.amax.rne"
+FLOOR, M2, M34 = "mxfp4.1x32.floor.rne", "mxfp4.32x32.even.rne", "mxfp4.1x32.floor_3_4.sr"
+CEIL, CEIL_SR, QUEST = "mxfp4.1x32.ceil.rne", "mxfp4.1x32.ceil.sr", "mxfp4.1x32.quest.rne"
+N, NSR, N2 = "nvfp4.1x16.two_level.rne", "nvfp4.1x16.two_level.sr", "nvfp4.16x16.two_level.rne"
+N46, EDEN = "nvfp4.1x16.four_over_six.rne", "nvfp4.1x16.eden.eden"
+N1, N1SR, OF_FPROP = "nvfp4.1x16.single_level.rne", "nvfp4.1x16.single_level.sr", "(of fprop's)"
+OTHERS = {
+    "fp8_delayed": rows((D4, D4, "-"), (D5, D4, "-"), (D4, D5, "-")),
+    "fp8_block": rows((B, B2, "-"), (B, B2, "-"), (B, B, "-")),
+    "mxfp8": rows((MX8, MX8, "-"), (MX8, MX8, "-"), (MX8, MX8, "-")),
+    "mx_baseline": rows((FLOOR, FLOOR, "-"), (FLOOR, FLOOR, "-"), (FLOOR, FLOOR, "-")),
+    "amd_jax_aiter": rows((M, M, "-"), (M, M, "-"), (M, MSR, "H16d")),
+    "amd_primus_turbo": rows((M, M2, "-"), (M, M2, "-"), (M, M, "H16d")),
+    "lumen_mxfp4": rows((M, M2, "-"), (MSR, M2, "-"), (M, MSR, "H16d")),
+    "tseng_mxfp4": rows(("bf16", "bf16", "-"), (M34, M34, "H64r"), (M34, M34, "H64r")),
+    "nvidia_nvfp4": rows((N, N2, "-"), (NSR, N2, "-"), (N, NSR, "H16f")),
+    "quartet": rows((QUEST, QUEST, "H32d"), (M34, M34 + OF_FPROP, "H32r"), (M34 + OF_FPROP, M34, "H32r")),
+    "quartet2": rows((N46, N46, "-"), (EDEN, EDEN + OF_FPROP, "H128r"), (EDEN + OF_FPROP, EDEN, "H128r")),
+    "tetrajet": rows((CEIL, CEIL, "-"), (CEIL_SR, CEIL_SR + OF_FPROP, "-"), (CEIL_SR + OF_FPROP, CEIL_SR, "-")),
+    "fp4_all_the_way": rows((N1, N1, "-"), (N1SR, N1, "-"), (N1SR, N1SR, "-")),
+}
+PUBLISHED = LADDER | OTHERS
+PADDED = {"fp8_block": recipe.GEMMS, "tseng_mxfp4": ("dgrad", "wgrad"), "quartet2": ("dgrad", "wgrad")}
+SPLIT: dict[str, str] = {}
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", recipes.names())
 def test_every_published_recipe_operand_by_operand(name):
     r = recipes.get(name)
-    assert {g: tuple(map(str, (s.lhs, s.rhs, s.rotation))) for g in recipe.GEMMS for s in [getattr(r, g)]} == LADDER[name]
-    assert not any(getattr(r, g).pad for g in recipe.GEMMS)
-    assert r.needs_key == (name in RANDOM)
+    assert {g: tuple(map(str, (s.lhs, s.rhs, s.rotation))) for g in recipe.GEMMS for s in [getattr(r, g)]} == PUBLISHED[name]
+    assert tuple(g for g in recipe.GEMMS if getattr(r, g).pad) == PADDED.get(name, ())
+    assert {getattr(r, g).split for g in recipe.GEMMS} == {SPLIT.get(name, "none")}
+    assert r.needs_key == any(word in str(PUBLISHED[name]) for word in (".sr", ".eden", "r')"))
+    assert r.needs_history == (name == "fp8_delayed")
     assert r.is_plain == (name == "none")
     entry = recipes.ENTRIES[name]
     assert entry.summary
     assert entry.source
+    assert entry.keep_last == (0.15 if name in ("nvidia_nvfp4", "lumen_mxfp4") else 0)
     assert name in recipes.names()
 
 
@@ -134,7 +164,7 @@ def test_specs_are_frozen_and_hashable():
             setattr(node, field, None)
 
 
-@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_dictionaries_round_trip(name):
     r = recipes.get(name)
     assert recipe.from_dict(r.to_dict()) == r
@@ -287,3 +317,61 @@ def test_imports_point_down_only():
 def test_the_model_knows_nothing_of_fp4():
     for file in (ROOT / "models").rglob("*.py"):
         assert not {n.split(".")[0] for n in imports(file)} & {"fp4jax", "train", "configs"}, file
+
+
+# ---- Recipes as text, and the command line ----
+
+
+def test_recipes_are_read_from_text():
+    h16 = recipes.get("mxfp4_h16")
+    assert recipes.parse("mxfp4_h16") == h16
+    mixed = recipes.parse("mxfp4_h16:fprop=bf16,wgrad.lhs.rounding=sr,wgrad.rotation.size=32,dgrad.pad=true")
+    assert mixed.fprop == recipes.get("bf16").fprop
+    assert (mixed.wgrad.lhs.rounding, mixed.wgrad.rotation.size, mixed.dgrad.pad) == ("sr", 32, True)
+    assert recipes.parse(":dgrad=fp8_current", h16) == dataclasses.replace(h16, dgrad=recipes.get("fp8_current").dgrad)
+    assert recipes.parse("bf16", h16) == recipes.get("bf16")
+    for text in (
+        "",
+        ":fprop=bf16",
+        "mxfp4_h61",
+        "mxfp4:fprop",
+        "mxfp4:fprop.lhs.nope=1",
+        "mxfp4:fprop=nope",
+        "mxfp4:wgrad.lhs.block=48",
+    ):
+        with pytest.raises(ValueError, match="recipe|block=48"):
+            recipes.parse(text)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_describe_explains_every_word_and_says_what_is_biased(name, capsys):
+    assert cli.main(["describe", name]) == 0
+    out = capsys.readouterr().out
+    entry = recipes.ENTRIES[name]
+    for text in (entry.summary, entry.source, entry.deviations, entry.recipe.digest()):
+        assert text in out
+    specs = [s for g in recipe.GEMMS for s in (getattr(entry.recipe, g).lhs, getattr(entry.recipe, g).rhs)]
+    legend = out.split("\n\n")[-1].splitlines()
+    words = {line.split()[0] for line in legend}
+    used = {w for s in specs for w in (s.format, s.scale_rule, s.rounding)} - {"none"}
+    assert used <= words | {"fprop"}
+    if any(s.rounding == "sr" for s in specs):
+        (line,) = (line for line in legend if line.startswith("sr "))
+        for rule in {s.scale_rule for s in specs if s.rounding == "sr"}:
+            assert (f"unbiased with {rule}" in line) == (rule in formats.NEVER_CLIPS)
+
+
+def test_list_and_diff_in_both_forms(capsys):
+    assert cli.main(["list", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == recipes.names()
+    assert cli.main(["diff", "mxfp4", "mxfp4_sr_grad", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"leaf": "dgrad.lhs.rounding", "first": "rne", "second": "sr"},
+        {"leaf": "wgrad.rhs.rounding", "first": "rne", "second": "sr"},
+    ]
+    assert cli.main(["diff", "mxfp4", "mxfp4"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert cli.main(["describe", "mxfp4_h61"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown recipe 'mxfp4_h61'")
+    assert cli.main(["describe", "mxfp4_h16", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 6
