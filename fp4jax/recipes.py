@@ -170,6 +170,12 @@ ENTRIES = {
         "arXiv 2502.20853",
         "without its two methods against oscillating weights (Q-EMA, Q-Ramping)",
     ),
+    "mxfp4_mean_split": Entry(
+        Recipe(*[GemmSpec(_M, _M, split="mean")] * 3),
+        "rung 3, the mean over tokens of x and dy taken out and multiplied in FP32",
+        "arXiv 2603.10444",
+        "applied to MXFP4 with scale rule even and to all three GEMMs; means over the tokens of a microbatch",
+    ),
     "fp4_all_the_way": Entry(
         Recipe(GemmSpec(_N1, _N1), GemmSpec(_N1_SR, _N1), GemmSpec(_N1_SR, _N1_SR)),
         "NVFP4-like without a tensor scale; stochastic rounding of dy, and of both wgrad operands",

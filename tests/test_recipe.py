@@ -62,11 +62,12 @@ OTHERS = {
     "quartet": rows((QUEST, QUEST, "H32d"), (M34, M34 + OF_FPROP, "H32r"), (M34 + OF_FPROP, M34, "H32r")),
     "quartet2": rows((N46, N46, "-"), (EDEN, EDEN + OF_FPROP, "H128r"), (EDEN + OF_FPROP, EDEN, "H128r")),
     "tetrajet": rows((CEIL, CEIL, "-"), (CEIL_SR, CEIL_SR + OF_FPROP, "-"), (CEIL_SR + OF_FPROP, CEIL_SR, "-")),
+    "mxfp4_mean_split": rows((M, M, "-"), (M, M, "-"), (M, M, "-")),
     "fp4_all_the_way": rows((N1, N1, "-"), (N1SR, N1, "-"), (N1SR, N1SR, "-")),
 }
 PUBLISHED = LADDER | OTHERS
 PADDED = {"fp8_block": recipe.GEMMS, "tseng_mxfp4": ("dgrad", "wgrad"), "quartet2": ("dgrad", "wgrad")}
-SPLIT: dict[str, str] = {}
+SPLIT = {"mxfp4_mean_split": "mean"}
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -339,7 +340,7 @@ def test_recipes_are_read_from_text():
         "mxfp4:fprop=nope",
         "mxfp4:wgrad.lhs.block=48",
     ):
-        with pytest.raises(ValueError, match="recipe|block=48"):
+        with pytest.raises(ValueError, match=r"recipe|block=48"):
             recipes.parse(text)
 
 
