@@ -41,6 +41,7 @@ _M_3_4, _QUEST = OperandSpec("mxfp4", scale_rule="floor_3_4", rounding="sr"), Op
 _MX8 = OperandSpec("mxfp8_e4m3")
 _B, _B_SQUARE = OperandSpec("fp8_e4m3", block=128), OperandSpec("fp8_e4m3", block=128, across=128)
 _N, _N_SR, _N_SQUARE = OperandSpec("nvfp4"), OperandSpec("nvfp4", rounding="sr"), OperandSpec("nvfp4", across=16)
+_N_46_SQUARE = OperandSpec("nvfp4", scale_rule="four_over_six", across=16)
 _N1, _N1_SR = (OperandSpec("nvfp4", scale_rule="single_level", rounding=r) for r in ("rne", "sr"))
 _N_46, _EDEN = OperandSpec("nvfp4", scale_rule="four_over_six"), OperandSpec("nvfp4", scale_rule="eden")
 _TSENG = GemmSpec(_M_3_4, _M_3_4, Rotation(64, "redrawn"), pad=True)
@@ -142,6 +143,13 @@ ENTRIES = {
         "NVFP4 with 16x16 weight scales, stochastic rounding of dy, fixed-sign H16 on wgrad; last 15 % of blocks BF16",
         "arXiv 2509.25149",
         "the paper keeps chosen linears (about 15 %), for its 8 B model the last 8 of 52 blocks: here the last 15 % of blocks",
+        keep_last=0.15,
+    ),
+    "nvidia_nvfp4_four_over_six": Entry(
+        Recipe(GemmSpec(_N_46, _N_46_SQUARE), GemmSpec(_N_SR, _N_46_SQUARE), GemmSpec(_N_46, _N_SR, Rotation(16, "fixed"))),
+        "nvidia_nvfp4 whose blocks take the better of max → 6 and max → 4 wherever rounding is to nearest",
+        "arXiv 2512.02010 on 2509.25149",
+        "as nvidia_nvfp4; operands with stochastic rounding keep NVIDIA's scales",
         keep_last=0.15,
     ),
     "quartet": Entry(

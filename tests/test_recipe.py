@@ -47,7 +47,7 @@ B, B2 = "fp8_e4m3.1x128.amax.rne", "fp8_e4m3.128x128.amax.rne"
 FLOOR, M2, M34 = "mxfp4.1x32.floor.rne", "mxfp4.32x32.even.rne", "mxfp4.1x32.floor_3_4.sr"
 CEIL, CEIL_SR, QUEST = "mxfp4.1x32.ceil.rne", "mxfp4.1x32.ceil.sr", "mxfp4.1x32.quest.rne"
 N, NSR, N2 = "nvfp4.1x16.two_level.rne", "nvfp4.1x16.two_level.sr", "nvfp4.16x16.two_level.rne"
-N46, EDEN = "nvfp4.1x16.four_over_six.rne", "nvfp4.1x16.eden.eden"
+N46, N46_2, EDEN = "nvfp4.1x16.four_over_six.rne", "nvfp4.16x16.four_over_six.rne", "nvfp4.1x16.eden.eden"
 N1, N1SR, OF_FPROP = "nvfp4.1x16.single_level.rne", "nvfp4.1x16.single_level.sr", "(of fprop's)"
 OTHERS = {
     "fp8_delayed": rows((D4, D4, "-"), (D5, D4, "-"), (D4, D5, "-")),
@@ -59,6 +59,7 @@ OTHERS = {
     "lumen_mxfp4": rows((M, M2, "-"), (MSR, M2, "-"), (M, MSR, "H16d")),
     "tseng_mxfp4": rows(("bf16", "bf16", "-"), (M34, M34, "H64r"), (M34, M34, "H64r")),
     "nvidia_nvfp4": rows((N, N2, "-"), (NSR, N2, "-"), (N, NSR, "H16f")),
+    "nvidia_nvfp4_four_over_six": rows((N46, N46_2, "-"), (NSR, N46_2, "-"), (N46, NSR, "H16f")),
     "quartet": rows((QUEST, QUEST, "H32d"), (M34, M34 + OF_FPROP, "H32r"), (M34 + OF_FPROP, M34, "H32r")),
     "quartet2": rows((N46, N46, "-"), (EDEN, EDEN + OF_FPROP, "H128r"), (EDEN + OF_FPROP, EDEN, "H128r")),
     "tetrajet": rows((CEIL, CEIL, "-"), (CEIL_SR, CEIL_SR + OF_FPROP, "-"), (CEIL_SR + OF_FPROP, CEIL_SR, "-")),
@@ -82,7 +83,7 @@ def test_every_published_recipe_operand_by_operand(name):
     entry = recipes.ENTRIES[name]
     assert entry.summary
     assert entry.source
-    assert entry.keep_last == (0.15 if name in ("nvidia_nvfp4", "lumen_mxfp4") else 0)
+    assert entry.keep_last == (0.15 if name.startswith(("nvidia_nvfp4", "lumen")) else 0)
     assert name in recipes.names()
 
 
