@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
     jax.config.update("jax_num_cpu_devices", 8)
 
-from helpers import initial_state, leaves, quick_compiles, settings, write_corpus
+from helpers import initial_state, leaves, quick_compiles, settings, tokens, write_corpus
 
 from fp4jax import recipes
 from fp4jax.numerics import Numerics
@@ -212,9 +212,23 @@ def test_without_quantization_a_mesh_trains_like_one_device(corpus, fsdp):
     assert one[-1] < 0.8 * one[0]
 
 
-def test_the_first_step_with_stochastic_rounding_agrees(corpus):
-    one, on_mesh = (losses(tiny(corpus, "mxfp4_sr", mesh), steps=1) for mesh in (ONE, MESH))
+@pytest.mark.parametrize("recipe", ["mxfp4_sr", "nvidia_nvfp4", "fp8_delayed"])
+def test_the_first_step_agrees_with_random_bits_global_scales_kept_blocks_and_history(corpus, recipe):
+    one, on_mesh = (losses(tiny(corpus, recipe, mesh), steps=1) for mesh in (ONE, MESH))
     assert relative(on_mesh, one) < 1e-5
+
+
+def test_the_history_of_delayed_scaling_is_global(corpus):
+    histories = []
+    for mesh_config in (ONE, MESH):
+        s = tiny(corpus, "fp8_delayed", mesh_config)
+        mesh, train_step = program(s)
+        state, _ = train_step(initial_state(s, mesh), jax.device_put(tokens(s), sharding.batch_sharding(mesh)))
+        histories.append(jax.tree.map(np.asarray, state.history))
+    for path, one in histories[0].items():
+        assert (one[..., 0] > 0).all()
+        np.testing.assert_allclose(histories[1][path], one, rtol=0.2)
+        np.testing.assert_array_equal(histories[1][path][:, 0, 1], one[:, 0, 1])  # of the weights, exactly
 
 
 def test_in_fp4_the_first_step_agrees_and_later_ones_drift_no_more_than_rounding_does(corpus):
