@@ -103,6 +103,10 @@ def test_a_schedule_switches_at_its_steps_whether_resumed_there_or_not(tmp_path,
     assert rows(tmp_path / "run") == whole
     names = [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("census")]
     assert sorted(names) == ["census.json", "census_from_step_2.json", "census_from_step_4.json"]
+    ends = settings(corpus, quant__recipe="fp8_delayed", quant__schedule=((3, "none"),), train__steps=4, train__eval_every=0)
+    train(ends, tmp_path / "ends", NoStop(lambda: reached(2, tmp_path / "ends" / "metrics.jsonl")))
+    train(ends, tmp_path / "ends")  # the last phase has no history of its own, the state has
+    assert [row["step"] for row in rows(tmp_path / "ends") if "train_loss" in row] == [1, 2, 3, 4]
     plain = settings(corpus, quant__recipe="fp8_delayed", train__steps=6, train__eval_every=2)
     train(plain, tmp_path / "plain")
     same = [a == b for a, b in zip(rows(tmp_path / "plain"), whole, strict=True) if "train_loss" in a]

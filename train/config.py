@@ -99,16 +99,21 @@ class Settings:
         return {**{s: dataclasses.asdict(getattr(self, s)) for s in sections}, "quant": quant}
 
     def phase(self, step: int) -> "Settings":
-        """Return the settings with the recipe of the phase that optimizer step `step` (from 0) belongs to."""
-        begun = [(name, recipe) for start, name, recipe in self.schedule if start <= step]
-        if not begun:
+        """Return the settings with the recipe of the phase that optimizer step `step` (from 0) belongs to.
+
+        The result knows all phases, as the train state has the history of every one of them.
+        """
+        if not self.schedule:
             return self
-        name, recipe = begun[-1]
-        return dataclasses.replace(self, recipe_name=name, numerics=dataclasses.replace(self.numerics, recipe=recipe))
+        base = () if self.schedule[0][0] == 0 else ((0, self.recipe_name, self.numerics.recipe),)
+        schedule = (*base, *self.schedule)
+        name, recipe = [(name, recipe) for start, name, recipe in schedule if start <= step][-1]
+        numerics = dataclasses.replace(self.numerics, recipe=recipe)
+        return dataclasses.replace(self, recipe_name=name, numerics=numerics, schedule=schedule)
 
     def phases(self) -> list["Settings"]:
-        """Return the settings of every phase in order."""
-        return [self, *(self.phase(start) for start, _, _ in self.schedule)]
+        """Return the settings of every phase in order, the first from step 0."""
+        return [self.phase(start) for start in (0, *(start for start, _, _ in self.schedule if start))]
 
 
 def default_config() -> ConfigDict:
