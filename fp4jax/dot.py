@@ -99,7 +99,7 @@ def quantized_dot_general(
     def dot(x_MK, w_KN, key, history):
         packed = (None, None)
         if residuals == "packed":
-            x_Q = _pack_shared(recipe, lhs, x_MK, key, {} if batch or shared is None else shared)
+            x_Q = _pack_shared(recipe, lhs, tuple(lhs_contract), x_MK, key, {} if batch or shared is None else shared)
             packed = (x_Q, _pack(recipe, "dgrad", w_KN, key))
         dtype = jnp.dtype(out_dtype)
         return _dot_2d(x_MK, w_KN, key, history, packed, recipe=recipe, precision=precision, out_dtype=dtype)
@@ -129,19 +129,24 @@ def contraction_lengths(lhs, rhs, dimension_numbers) -> dict[str, int]:
 
 
 def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
-    """Raise ValueError when a length does not divide: the contraction of a GEMM that does not pad, or across a square block."""
-    for gemm, length in lengths.items():
-        spec: GemmSpec = getattr(recipe, gemm)
-        if length % spec.multiple and not spec.pad:
-            raise ValueError(
-                f"{gemm}: contraction length {length} is not a multiple of {spec.multiple} "
-                f"({spec}); set {gemm}.pad=True to pad it with zeros"
-            )
-        for operand, free in zip((spec.lhs, spec.rhs), FREE_LENGTH_OF[gemm], strict=True):
-            if lengths[free] % (operand.across or 1) and not spec.pad:
-                raise ValueError(
-                    f"{gemm}: length {lengths[free]} across square blocks is not a multiple of {operand.across} ({spec})"
-                )
+    """Raise ValueError when a length does not divide and the GEMM does not pad."""
+    for gemm in GEMMS:
+        reason = misfit(recipe, gemm, lengths)
+        if reason:
+            raise ValueError(f"{gemm}: {reason} ({getattr(recipe, gemm)}); set {gemm}.pad=True to pad it with zeros")
+
+
+def misfit(recipe: Recipe, gemm: str, lengths: dict[str, int]) -> str:
+    """Return why a GEMM cannot run on these `contraction_lengths`, "" when it can: its own, and those across square blocks."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    if spec.pad:
+        return ""
+    if lengths[gemm] % spec.multiple:
+        return f"contraction length {lengths[gemm]} is not a multiple of {spec.multiple}"
+    for operand, free in zip((spec.lhs, spec.rhs), FREE_LENGTH_OF[gemm], strict=True):
+        if lengths[free] % (operand.across or 1):
+            return f"length {lengths[free]} across square blocks is not a multiple of {operand.across}"
+    return ""
 
 
 # The free length of lhs and rhs of each GEMM, named by the GEMM that contracts it: M of x, N of w, and so on.
@@ -173,12 +178,12 @@ def _pack(recipe: Recipe, gemm: str, operand: jax.Array, key: bits.Key | None) -
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
 
 
-def _pack_shared(recipe: Recipe, lhs, x_MK, key: bits.Key | None, shared: dict[Any, Any]) -> qtensor.QTensor | None:
-    """Return `_pack` of x for wgrad; dots that share `shared` and have the very same lhs keep one copy of it."""
+def _pack_shared(recipe: Recipe, lhs, contract, x_MK, key: bits.Key | None, shared: dict[Any, Any]) -> qtensor.QTensor | None:
+    """Return `_pack` of x for wgrad; dots that share `shared` and contract the very same lhs alike keep one copy of it."""
     spec = recipe.wgrad
     if spec.lhs.draws or spec.rotation.signs == "redrawn" or spec.lhs.source == "fprop":
         return _pack(recipe, "wgrad", x_MK, key)
-    name = (spec.lhs, spec.rotation, spec.pad)
+    name = (spec.lhs, spec.rotation, spec.pad, contract)
     if name not in shared or shared[name][0] is not lhs:
         shared[name] = lhs, _pack(recipe, "wgrad", x_MK, key)
     return shared[name][1]

@@ -68,18 +68,25 @@ class Numerics:
 
     def recipe_for(self, path: str, layer: int | None) -> tuple[Recipe, str]:
         """Return the recipe of one linear layer, and why it is another than the base recipe ("" when it is not)."""
-        names = (path,) if layer is None else (path, f"layers/{layer}/{path}")
-        for pattern in self.exempt:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                return Recipe(), f"exempt={pattern!r} in the config"
-        for pattern, recipe in self.rules:
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                return recipe, f"rule {pattern!r}"
+        kind, index = self._first_match(path, layer)
+        if kind == "exempt":
+            return Recipe(), f"exempt={self.exempt[index]!r} in the config"
+        if kind == "rule":
+            return self.rules[index][1], f"rule {self.rules[index][0]!r}"
         if layer is not None and 0 <= layer < self.keep_first:
             return KEPT, f"keep_first={self.keep_first}"
         if layer is not None and self.n_layers - self.keep_last <= layer < self.n_layers:
             return KEPT, f"keep_last={self.keep_last}"
         return self.recipe, ""
+
+    def _first_match(self, path: str, layer: int | None) -> tuple[str, int]:
+        """Return ("exempt" or "rule", index of the pattern), or ("", 0)."""
+        names = (path,) if layer is None else (path, f"layers/{layer}/{path}")
+        for kind, patterns in (("exempt", self.exempt), ("rule", [pattern for pattern, _ in self.rules])):
+            for index, pattern in enumerate(patterns):
+                if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                    return kind, index
+        return "", 0
 
     def recipes_of(self, path: str, layer: Any) -> list[tuple[Recipe, str, tuple[int, ...]]]:
         """Return the different (recipe, reason, block indices) of a path; layer: None, an index, or traced for all blocks."""
@@ -96,13 +103,13 @@ class Numerics:
 
     def check_patterns(self, paths: Iterable[str]) -> None:
         """Raise ValueError for a pattern that is the first match of no layer; paths: those of blocks, and others."""
-        reasons = {reason for path in paths for _, reason, _ in self.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...)}
-        for pattern in self.exempt:
-            if f"exempt={pattern!r} in the config" not in reasons:
-                raise ValueError(f"exempt pattern {pattern!r} matches no layer that an earlier one does not")
-        for pattern, _ in self.rules:
-            if f"rule {pattern!r}" not in reasons:
-                raise ValueError(f"rule {pattern!r} matches no layer that an earlier pattern does not")
+        blocks = {path: (None,) if path in OUTSIDE_BLOCKS else range(self.n_layers) for path in paths}
+        used = {self._first_match(path, layer) for path, layers in blocks.items() for layer in layers}
+        for kind, patterns in (("exempt", self.exempt), ("rule", [pattern for pattern, _ in self.rules])):
+            for index, pattern in enumerate(patterns):
+                if (kind, index) not in used:
+                    what = "exempt pattern" if kind == "exempt" else "rule"
+                    raise ValueError(f"{what} {pattern!r} matches no layer that an earlier pattern does not")
 
     def map(self, change: Callable[[Recipe], Recipe]) -> "Numerics":
         """Return these numerics with every recipe replaced by change(recipe)."""
@@ -168,15 +175,21 @@ class Numerics:
 
     def _fit(self, recipe: Recipe, reason: str, lhs, rhs, dimension_numbers) -> tuple[Recipe, dict[str, str]]:
         """Return the recipe for these shapes and, when not strict, why a GEMM had to be left plain."""
-        reasons = dict.fromkeys(GEMMS, reason)
+        reasons: dict[str, str] = dict.fromkeys(GEMMS, reason)
         if self.strict:
             return recipe, reasons
-        changes = {}
-        for gemm, length in dot.contraction_lengths(lhs, rhs, dimension_numbers).items():
-            spec: GemmSpec = getattr(recipe, gemm)
-            if length % spec.multiple and not spec.pad:
-                changes[gemm] = GemmSpec()
-                reasons[gemm] = f"contraction length {length} is not a multiple of {spec.multiple}"
+        lengths = dot.contraction_lengths(lhs, rhs, dimension_numbers)
+        misfits = {gemm: dot.misfit(recipe, gemm, lengths) for gemm in GEMMS}
+        changes = {gemm: GemmSpec() for gemm, why in misfits.items() if why}
+        reasons |= {gemm: why for gemm, why in misfits.items() if why}
+        if "fprop" in changes:  # the others cannot cast what fprop no longer quantizes
+            for gemm, side in (("dgrad", "rhs"), ("wgrad", "lhs")):
+                spec: GemmSpec = changes.get(gemm) or getattr(recipe, gemm)
+                if getattr(spec, side).source == "fprop":
+                    changes[gemm] = dataclasses.replace(
+                        spec, **{side: dataclasses.replace(getattr(spec, side), source="input")}
+                    )
+                    reasons[gemm] = f"casts the input: fprop's {misfits['fprop']}"
         return dataclasses.replace(recipe, **changes), reasons
 
     def _report(self, module: str, recipe: Recipe, reasons: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
 """Proof of which numerics a program holds: every dot in a jaxpr, by what its operands went through on the way there.
 
-An operand counts as "grid" when its values come out of a rounding (`round` or `floor`) and have since only been scaled,
-moved, or combined bitwise; as "bf16" when they come out of `reduce_precision` to bfloat16; otherwise as "plain". Nothing is
-taken from names or from the recipe, so the count is evidence and not an echo.
+An operand counts as "grid" when its values come out of a rounding (`round` or `floor`) and have since only been scaled by
+broadcast factors or powers of two, moved, or combined with their like; as "bf16" when they come out of `reduce_precision` to
+bfloat16; otherwise as "plain". Nothing is taken from names or from the recipe, so the count is evidence and not an echo. It
+cannot see how fine the grid is.
 """
 
 from collections import Counter
@@ -11,16 +12,21 @@ from typing import Any
 import jax
 from jax.extend import core
 
+_DOTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 _ROUNDINGS = ("round", "floor")
-# What may follow a rounding on the way to the dot: scaling by the block's scale, clipping, flushing, signs, and moves.
+# Moves and sign changes keep what their operand is.
 # fmt: off
 _KEEPS = frozenset((
-    "abs", "and", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy_p", "dynamic_slice",
-    "max", "min", "mul", "name", "neg", "not", "or", "pad", "reshape", "select_n", "sharding_constraint", "sign", "slice",
-    "squeeze", "transpose", "xor",
+    "abs", "bitcast_convert_type", "convert_element_type", "copy", "copy_p", "dynamic_slice", "name", "neg", "reshape",
+    "sharding_constraint", "slice", "squeeze", "transpose",
+))
+# What is on the grid when every operand is, constants and broadcast values apart.
+_COMBINES = frozenset((
+    "and", "clamp", "concatenate", "max", "min", "mul", "or", "pad", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "stack", "xor",
 ))
 # fmt: on
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_FACTORS = ("const", "spread", "power", "bool", "step")  # may be combined with a rounded operand
 
 
 def count_dots(program: Any, *args: Any) -> Counter[str]:
@@ -39,40 +45,75 @@ def _walk(jaxpr: core.Jaxpr, inputs: list[str], counts: Counter[str]) -> list[st
     kind: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(atom: Any) -> str:
-        return "plain" if isinstance(atom, core.Literal) else kind.get(atom, "plain")
+        return "const" if isinstance(atom, core.Literal) else kind.get(atom, "const")  # a constvar has no entry
 
     for eqn in jaxpr.eqns:
         operands = [of(atom) for atom in eqn.invars]
-        outs = _results(eqn, operands, counts)
-        kind.update(zip(eqn.outvars, outs, strict=True))
+        results = zip(eqn.outvars, _results(eqn, operands, counts), strict=True)
+        kind.update({var: "bool" if _dtype(var) == "bool" else what for var, what in results})
     return [of(atom) for atom in jaxpr.outvars]
 
 
 def _results(eqn: core.JaxprEqn, operands: list[str], counts: Counter[str]) -> list[str]:
     name, number = eqn.primitive.name, len(eqn.outvars)
-    if name == "dot_general":
+    if name in _DOTS:
         counts[f"{_word(operands[0])} × {_word(operands[1])}"] += 1
-        return ["plain"]
+        return ["plain"] * number
+    inner = _inner(eqn)
+    if inner:
+        return _through(eqn, inner, operands, counts)
     if name in _ROUNDINGS:
         return ["grid"]
     if name == "reduce_precision":
         return ["bf16" if eqn.params["mantissa_bits"] == 7 and operands[0] != "grid" else operands[0]]
-    if name in ("optimization_barrier", "copy"):
+    if name == "optimization_barrier":
         return operands
-    inner = _inner(eqn)
-    if inner:
-        results = [_walk(jaxpr, _inputs(eqn, jaxpr, operands), counts) for jaxpr in inner]
-        merged = [next((k for k in kinds if k != "plain"), "plain") for kinds in zip(*results, strict=True)]
-        return merged[:number] if len(merged) >= number else ["plain"] * number
-    if name in _COMPARISONS:
-        return ["bool"]
     if name == "convert_element_type" and operands[0] == "bool":
         return ["step"]
+    if name == "shift_left" and isinstance(eqn.invars[1], core.Literal) and int(eqn.invars[1].val) == 23:
+        return ["power"]  # an exponent field: the bits of a power of two
+    if name == "broadcast_in_dim":
+        return [operands[0] if operands[0] in ("grid", "bf16", "power", "const") else "spread"]
+    if name == "gather":  # of repeated scales
+        return ["spread" if _size(eqn.outvars[0]) > _size(eqn.invars[0]) else "plain"]
+    if name in ("add", "sub") and _dtype(eqn.outvars[0]).startswith(("int", "uint")) and "const" in operands:
+        return [next(k for k in (*operands, "const") if k != "const" or operands == ["const", "const"])]  # codes, shifted
     if name in ("add", "add_any"):  # stochastic rounding adds the outcome of a comparison to the floor
         return ["grid" if sorted(operands) == ["grid", "step"] else "plain"]
     if name in _KEEPS:
-        return [next((k for k in operands if k in ("grid", "bf16")), "plain")] * number
+        return [operands[0]] * number
+    if name in _COMBINES:
+        if name not in ("concatenate", "pad", "stack"):  # elementwise: an operand with axes of length 1 is broadcast
+            small = [_size(atom) < _size(eqn.outvars[0]) for atom in eqn.invars]
+            operands = ["spread" if s and k in ("plain", "grid") else k for k, s in zip(operands, small, strict=True)]
+        rest = [k for k in operands if k not in _FACTORS]
+        if not rest:
+            return [next((k for k in ("power", "spread", "const") if k in operands), "plain")]
+        return [rest[0] if len(set(rest)) == 1 else "plain"] * number
     return ["plain"] * number
+
+
+def _through(eqn: core.JaxprEqn, inner: list[core.Jaxpr], operands: list[str], counts: Counter[str]) -> list[str]:
+    """Return what the results of an equation with inner jaxprs went through."""
+    name, number = eqn.primitive.name, len(eqn.outvars)
+    if name in ("scan", "while"):  # what comes in may change from one iteration to the next: it counts as plain
+        results = [_walk(jaxpr, ["plain"] * len(jaxpr.invars), counts) for jaxpr in inner]
+        return results[0] if name == "scan" else ["plain"] * number
+    if name == "cond":
+        operands = operands[1:]
+    same = all(len(jaxpr.invars) == len(operands) for jaxpr in inner)
+    results = [_walk(j, operands if same else ["plain"] * len(j.invars), counts) for j in inner]
+    if any(len(kinds) != number for kinds in results):
+        return ["plain"] * number
+    return [kinds[0] if len(set(kinds)) == 1 else "plain" for kinds in zip(*results, strict=True)]
+
+
+def _dtype(var: Any) -> str:
+    return str(getattr(var.aval, "dtype", ""))
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size
 
 
 def _word(kind: str) -> str:
@@ -89,12 +130,3 @@ def _inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
             elif isinstance(item, core.Jaxpr):
                 found.append(item)
     return found
-
-
-def _inputs(eqn: core.JaxprEqn, jaxpr: core.Jaxpr, operands: list[str]) -> list[str]:
-    """Return what the inputs of an inner jaxpr went through; a cond's first operand is its index."""
-    if eqn.primitive.name == "cond":
-        operands = operands[1:]
-    if len(jaxpr.invars) != len(operands):
-        return ["plain"] * len(jaxpr.invars)
-    return operands

@@ -159,6 +159,8 @@ class GemmSpec:
             raise ValueError(f"split={self.split!r} does not apply to a GEMM without a quantized operand")
         if self.split == "first" and not self.rotation.size:
             raise ValueError("split='first' does not apply to a GEMM without a rotation")
+        if self.split != "none" and "quest" in (self.lhs.scale_rule, self.rhs.scale_rule):
+            raise ValueError(f"split={self.split!r} does not apply to scale_rule='quest': its clip mask is of whole operands")
         if self.split != "none" and "fprop" in (self.lhs.source, self.rhs.source):
             raise ValueError(f"split={self.split!r} does not apply to an operand that fprop has quantized")
 
@@ -192,6 +194,8 @@ class Recipe:
         if self.dgrad.lhs.source == "fprop" or self.wgrad.rhs.source == "fprop":
             raise ValueError("source='fprop' does not apply to dy, which fprop never sees")
         for again, first in ((self.dgrad.rhs, self.fprop.rhs), (self.wgrad.lhs, self.fprop.lhs)):
+            if again.source == "fprop" and self.fprop.split != "none":
+                raise ValueError(f"source='fprop' does not apply where fprop splits its operands (split={self.fprop.split!r})")
             if again.source == "fprop" and (first.element is None or first.gain != 1):
                 raise ValueError(f"source='fprop' needs an operand that fprop quantizes without a gain, not {first}")
 

@@ -212,6 +212,8 @@ def parse(text: str, base: Recipe | None = None) -> Recipe:
     CHANGE: a leaf and its value ("wgrad.lhs.rounding=sr"), or a GEMM and the recipe it is taken from ("fprop=bf16").
     Raises ValueError for an unknown name, leaf or value.
     """
+    if not isinstance(text, str):
+        return get(text)
     name, _, rest = text.partition(":")
     recipe = get(name) if name or base is None else base
     changes: dict[str, str | int | bool] = {}

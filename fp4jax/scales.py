@@ -113,7 +113,7 @@ def nvfp4_scales(x: jax.Array, within: tuple[int, ...], rule: str) -> tuple[jax.
         tensor = jnp.where(jnp.isnan(tensor), tensor, 1.0)
 
     def block_scale(target: float) -> jax.Array:
-        return divide(divide(block, target), tensor)
+        return rounding.flush(divide(rounding.flush(divide(block, target)), tensor))
 
     def e4m3(scale: jax.Array) -> jax.Array:
         return jnp.where(jnp.isnan(tensor), jnp.nan, round_to_grid(scale, formats.E4M3))
@@ -137,7 +137,13 @@ def e4m3_elements(x: jax.Array, scale: jax.Array, tensor: jax.Array) -> jax.Arra
 
 def e4m3_scaled(x: jax.Array, scale: jax.Array, tensor: jax.Array) -> jax.Array:
     """Return x / (scale · tensor) before rounding; a zero of x's sign where the scale is 0."""
-    return divide(jnp.where(scale == 0, jnp.copysign(0.0, x), x), jnp.where(scale == 0, 1.0, scale * tensor))
+    decode = e4m3_decode(scale, tensor)
+    return divide(jnp.where(decode == 0, jnp.copysign(0.0, x), x), jnp.where(decode == 0, 1.0, decode))
+
+
+def e4m3_decode(scale: jax.Array, tensor: jax.Array) -> jax.Array:
+    """Return scale · tensor, what an element is multiplied by; subnormal products are 0."""
+    return rounding.flush(scale * tensor)
 
 
 def eden_scale(scaled: jax.Array, elements: jax.Array, scale: jax.Array, axis: int, random: jax.Array) -> jax.Array:

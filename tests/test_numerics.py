@@ -225,6 +225,7 @@ def test_the_first_match_wins():
         ({"rules": (("layers/4/attn/q", BF16),)}, "rule 'layers/4/attn/q'"),
         ({"exempt": ("lm_head", "head")}, "exempt pattern 'head'"),
         ({"exempt": ("lm_head",), "rules": (("lm_head", BF16),)}, "rule 'lm_head'"),
+        ({"rules": (("mlp/up", BF16), ("mlp/up", SR))}, "rule 'mlp/up' matches no layer that an earlier"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(options, message):
@@ -270,3 +271,16 @@ def test_history_is_indexed_by_block_and_its_cotangent_holds_the_maxima():
     np.testing.assert_array_equal(maxima["attn/q"][0, 0, :, 0], [np.abs(X).max(), np.abs(W / 8).max()])
     assert not np.asarray(maxima["attn/q"][..., 1:]).any()
     assert not np.asarray(maxima["mlp/up"]).any()
+
+
+@pytest.mark.parametrize("name", ["tetrajet", "quartet", "amd_primus_turbo", "nvidia_nvfp4", "fp8_block"])
+@pytest.mark.parametrize("shape", [(32, 20, 64), (32, 64, 20), (20, 64, 64)])
+def test_not_strict_runs_every_recipe_on_ragged_shapes(name, shape):
+    m, k, n = shape
+    numerics = Numerics(recipes.get(name), n_layers=1, strict=False)
+    rows = census(numerics, lambda n_: n_.dot("attn/q", 0, KEY)(jnp.ones((m, k)), jnp.ones((k, n)), DN))
+    f = lambda x, w: numerics.dot("attn/q", 0, KEY)(x, w, DN).sum()  # noqa: E731
+    gradients = jax.grad(f, (0, 1))(jnp.ones((m, k)), jnp.ones((k, n)))
+    assert all(np.isfinite(g).all() for g in gradients)
+    assert len(rows) == 3
+    assert any(row["exempt"] for row in rows) == (name != "fp8_block")

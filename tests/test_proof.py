@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from fp4jax import proof, quantized_dot_general, recipes
 from fp4jax.numerics import Context, Numerics
@@ -98,3 +99,28 @@ def test_a_rounding_followed_by_other_arithmetic_does_not_count():
     for spoil in (lambda v: v + 0.1, jnp.exp, lambda v: v @ x, lambda v: v / x):
         assert proof.count_dots(lambda a, s=spoil: s(jnp.round(a)) @ jnp.round(x), x)["grid × grid"] == 0
     assert proof.count_dots(lambda a: (jnp.round(a) * 0.5).T @ jnp.round(a), x) == {"grid × grid": 1}
+
+
+def test_what_is_only_partly_rounded_does_not_count():
+    w, x = jnp.ones((4, 4)), jnp.ones((4, 4))
+    functions = [
+        lambda x: (x * jnp.round(2 * x)) @ w,
+        lambda x: (x * jnp.floor(jnp.max(jnp.abs(x)))) @ w,  # scaled, never rounded
+        lambda x: jnp.where(x > 1e9, jnp.round(x), x) @ w,
+        lambda x: jnp.maximum(jnp.round(x), x) @ w,
+        lambda x: jnp.concatenate([jnp.round(x[:, :1]), x[:, 1:]], 1) @ w,
+        lambda x: lax.cond(x[0, 0] > 0, jnp.round, lambda x: x, x) @ w,
+        lambda x: lax.scan(lambda c, _: (c + 0.1, c @ w), jnp.round(x), None, length=3)[1],
+        lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, jnp.round(x)))[1],
+    ]
+    for function in functions:
+        assert proof.count_dots(function, x) == {"plain × plain": 1}
+    conv = lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME")  # noqa: E731
+    assert proof.count_dots(conv, x) == {"plain × plain": 1}
+
+
+def test_packed_residuals_are_seen_through():
+    f = lambda x, w: quantized_dot_general(  # noqa: E731
+        x, w, (((1,), (0,)), ((), ())), recipe=recipes.get("nvidia_nvfp4"), key=jax.random.key(0), residuals="packed"
+    ).sum()
+    assert proof.count_dots(jax.grad(f, (0, 1)), jnp.ones((64, 128)), jnp.ones((128, 32))) == {"grid × grid": 3}

@@ -72,6 +72,17 @@ def test_dots_of_one_input_keep_one_copy():
     jax.tree.map(assert_same, a, b)
 
 
+def test_dots_that_contract_one_input_differently_share_nothing():
+    x, options = jnp.asarray(X[:128]), {"recipe": recipes.get("mxfp4"), "residuals": "packed"}
+
+    def both(w, shared):
+        other = quantized_dot_general(x, w, (((0,), (0,)), ((), ())), shared=shared, **options)
+        return quantized_dot_general(x, w, DN, shared=shared, **options) + 2 * other
+
+    a, b = (jax.grad(lambda w, s=s: (both(w, s) ** 2).sum())(jnp.asarray(W)) for s in ({}, None))
+    assert_same(a, b)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

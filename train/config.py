@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, config_dict
 
@@ -74,6 +74,15 @@ class TrainConfig:
             raise InputError(f"train.batch_size={self.batch_size} is not a multiple of {self.accumulation=}")
 
 
+class Phase(NamedTuple):
+    """One entry of a schedule: from optimizer step `start` on, `recipe`, with the last `keep_last` blocks in BF16."""
+
+    start: int
+    name: str
+    recipe: Recipe
+    keep_last: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Everything a run needs, checked. recipe_name: the base recipe, with a * when leaves were overridden."""
@@ -85,7 +94,7 @@ class Settings:
     mesh: MeshConfig
     numerics: Numerics
     recipe_name: str
-    schedule: tuple[tuple[int, str, Recipe], ...] = ()
+    schedule: tuple[Phase, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved settings as plain JSON data; `from_json_dict` reads them back."""
@@ -95,7 +104,8 @@ class Settings:
         quant["resolved"], quant["digest"] = n.recipe.to_dict(), n.recipe.digest()
         quant |= {"keep_first": n.keep_first, "keep_last": n.keep_last, "residuals": n.residuals}
         quant["rules"] = [[pattern, recipe.to_dict()] for pattern, recipe in n.rules]
-        quant["schedule"] = [[start, name, recipe.to_dict()] for start, name, recipe in self.schedule]
+        quant["schedule"] = [[start, name, recipe.to_dict()] for start, name, recipe, _ in self.schedule]
+        quant["schedule_keep_last"] = [phase.keep_last for phase in self.schedule]
         return {**{s: dataclasses.asdict(getattr(self, s)) for s in sections}, "quant": quant}
 
     def phase(self, step: int) -> "Settings":
@@ -105,15 +115,16 @@ class Settings:
         """
         if not self.schedule:
             return self
-        base = () if self.schedule[0][0] == 0 else ((0, self.recipe_name, self.numerics.recipe),)
+        n = self.numerics
+        base = () if self.schedule[0].start == 0 else (Phase(0, self.recipe_name, n.recipe, n.keep_last),)
         schedule = (*base, *self.schedule)
-        name, recipe = [(name, recipe) for start, name, recipe in schedule if start <= step][-1]
-        numerics = dataclasses.replace(self.numerics, recipe=recipe)
-        return dataclasses.replace(self, recipe_name=name, numerics=numerics, schedule=schedule)
+        now = [phase for phase in schedule if phase.start <= step][-1]
+        numerics = dataclasses.replace(n, recipe=now.recipe, keep_last=now.keep_last)
+        return dataclasses.replace(self, recipe_name=now.name, numerics=numerics, schedule=schedule)
 
     def phases(self) -> list["Settings"]:
         """Return the settings of every phase in order, the first from step 0."""
-        return [self.phase(start) for start in (0, *(start for start, _, _ in self.schedule if start))]
+        return [self.phase(start) for start in (0, *(phase.start for phase in self.schedule if phase.start))]
 
 
 def default_config() -> ConfigDict:
@@ -177,7 +188,7 @@ def kept_blocks(recipe: str, n_layers: int) -> int:
     return math.ceil(recipes.ENTRIES[recipe.partition(":")[0]].keep_last * n_layers)
 
 
-def resolve_numerics(quant: Any, n_layers: int) -> tuple[Numerics, str, tuple[tuple[int, str, Recipe], ...]]:
+def resolve_numerics(quant: Any, n_layers: int) -> tuple[Numerics, str, tuple[Phase, ...]]:
     """Return (numerics, name of the recipe, schedule) of the quant section; raises InputError."""
     recipe, name = resolve_recipe(quant)
     exempt, rules, schedule = (tuple(quant[key]) for key in ("exempt", "rules", "schedule"))
@@ -204,7 +215,15 @@ def resolve_numerics(quant: Any, n_layers: int) -> tuple[Numerics, str, tuple[tu
         )
         numerics.check_patterns(LINEAR_PATHS)
         named = ((step, name + text if text.startswith(":") else text, text) for step, text in schedule)
-        parsed = tuple((step, full_name, recipes.parse(text, recipe)) for step, full_name, text in named)
+        parsed = tuple(
+            Phase(
+                step,
+                full_name,
+                recipes.parse(text, recipe),
+                kept_blocks(full_name, n_layers) if quant.keep_last is None else quant.keep_last,
+            )
+            for step, full_name, text in named
+        )
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
     return numerics, name, parsed
@@ -283,7 +302,10 @@ def from_json_dict(stored: dict[str, Any]) -> Settings:
             MeshConfig(**stored["mesh"]),
             numerics,
             quant["recipe"],
-            tuple((start, name, from_dict(recipe)) for start, name, recipe in quant["schedule"]),
+            tuple(
+                Phase(start, name, from_dict(recipe), kept)
+                for (start, name, recipe), kept in zip(quant["schedule"], quant["schedule_keep_last"], strict=True)
+            ),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"config.json does not hold a config of this version: {error}") from None

@@ -68,8 +68,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     if stored is None:  # an old one is rewritten once its checkpoint was read
         _write_json(workdir / "config.json", _config_json(settings, dataset))
     _write_json(workdir / "census.json", census)
-    for (start, _, _), rows in zip(settings.schedule, later, strict=True):
-        _write_json(workdir / f"census_from_step_{start}.json", rows)
+    for phase, rows in zip(settings.schedule, later, strict=True):
+        _write_json(workdir / f"census_from_step_{phase.start}.json", rows)
     return dataset, mesh, census
 
 
@@ -106,7 +106,7 @@ class Run:
     def _phase_programs(self, at: int) -> tuple[Any, Any]:
         """Return (train step, evaluation step) of the schedule's phase at optimizer step `at`, made once per recipe."""
         phase = self.settings.phase(at)
-        name = phase.numerics.recipe.digest()
+        name = f"{phase.numerics.recipe.digest()} {phase.numerics.keep_last}"
         if name not in self._programs:
             self._programs[name] = (step.make_train_step(phase, self.mesh), step.make_eval_step(phase, self.mesh))
         return self._programs[name]

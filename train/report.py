@@ -26,7 +26,7 @@ def print_start(
     console.print(f"data     {settings.data.source}, {len(dataset.train_tokens):,} + {len(dataset.val_tokens):,} tokens")
     console.print(f"mesh     {axes} on {jax.devices()[0].device_kind}")
     console.print(f"recipe   {settings.recipe_name} [{recipe.digest()}]{emulated}")
-    for start, name, recipe in settings.schedule:
+    for start, name, recipe, _ in settings.schedule:
         console.print(f"         from step {start}: {name} [{recipe.digest()}]")
     console.print(f"workdir  {workdir}")
     console.print(census_table(census))

@@ -3,6 +3,7 @@
 Shape key: A microbatches, B sequences, T positions.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -152,6 +153,7 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
     """
     numerics = settings.numerics if stochastic else settings.numerics.map(round_to_nearest)
+    numerics = dataclasses.replace(numerics, residuals="operands")  # there is no backward pass
     numerics = numerics.map(lambda recipe: Recipe(fprop=current_scaling(recipe).fprop))
     model = llama.Llama(settings.model, numerics.dot)
 

@@ -62,7 +62,7 @@ class QTensor:
         if self.spec.scale == "e8m0":
             scale = decode_e8m0(self.scale_bytes)
         elif self.tensor_scale is not None:
-            scale = decode_e4m3(self.scale_bytes) * self.tensor_scale
+            scale = scales.e4m3_decode(decode_e4m3(self.scale_bytes), self.tensor_scale)
         for axis, length in enumerate(self.shape):
             if scale.shape[axis] not in (1, length):
                 scale = jnp.repeat(scale, length // scale.shape[axis], axis=axis)

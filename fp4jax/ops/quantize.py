@@ -6,7 +6,8 @@ bit. Blocks are reduced along the contraction axis in place, without a transpose
 
 Edge semantics: a float32 with exponent field 0 is a zero of its sign; -0 keeps its sign; NaN or Inf anywhere under a scale
 makes that scale NaN (E8M0 byte 255, E4M3 code 127) and its codes 0, so all of it decodes to NaN; under NVFP4's tensor scale
-that is the whole tensor. A zero block has scale 1 (E8M0 byte 127, FP32 1.0), and E4M3 scale 0 under NVFP4.
+that is the whole tensor. A zero block has scale 1 (E8M0 byte 127, FP32 1.0), and E4M3 scale 0 under NVFP4. Near the largest
+float32 a value that is rounded up can become Inf.
 """
 
 import functools
@@ -156,7 +157,7 @@ def _cast(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax
     if words is not None and spec.rounding == "eden":
         one_per_block = lax.slice_in_dim(words, 0, 1, axis=axis + 1)
         scale = scales.eden_scale(scaled, elements, scale, axis, one_per_block)
-    return _Cast(elements, scale, tensor, scale * tensor)
+    return _Cast(elements, scale, tensor, scales.e4m3_decode(scale, tensor))
 
 
 def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
