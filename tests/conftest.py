@@ -11,6 +11,13 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Drop what a test module has compiled. Every XLA:CPU program holds memory maps, and a process may have 65 530 of them."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def shared_programs():
     """Let the runs of one test module share what they compile."""
