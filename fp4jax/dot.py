@@ -338,16 +338,12 @@ def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, history, precision, out
     if rank_one is not None:
         product = product + rank_one
     if lhs_first is not None and rhs_first is not None:
-        product = product + _fp32_dot(_to_bfloat16(lhs_first), _to_bfloat16(rhs_first), dimension_numbers)
+        product = product + _fp32_dot(rounding.to_bfloat16(lhs_first), rounding.to_bfloat16(rhs_first), dimension_numbers)
     return product.astype(out_dtype), (lhs_max, rhs_max)
 
 
 def _fp32_dot(lhs, rhs, dimension_numbers) -> jax.Array:
     return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _to_bfloat16(x: jax.Array) -> jax.Array:
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _split_mean(gemm, operands, axes):

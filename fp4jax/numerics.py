@@ -82,11 +82,15 @@ class Numerics:
     def _first_match(self, path: str, layer: int | None) -> tuple[str, int]:
         """Return ("exempt" or "rule", index of the pattern), or ("", 0)."""
         names = (path,) if layer is None else (path, f"layers/{layer}/{path}")
-        for kind, patterns in (("exempt", self.exempt), ("rule", [pattern for pattern, _ in self.rules])):
-            for index, pattern in enumerate(patterns):
-                if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                    return kind, index
+        for kind, index, pattern in self._patterns():
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                return kind, index
         return "", 0
+
+    def _patterns(self) -> list[tuple[str, int, str]]:
+        """Return (kind, index, pattern) of every exemption and rule, in the order in which they are tried."""
+        exempt = [("exempt", index, pattern) for index, pattern in enumerate(self.exempt)]
+        return exempt + [("rule", index, pattern) for index, (pattern, _) in enumerate(self.rules)]
 
     def recipes_of(self, path: str, layer: Any) -> list[tuple[Recipe, str, tuple[int, ...]]]:
         """Return the different (recipe, reason, block indices) of a path; layer: None, an index, or traced for all blocks."""
@@ -96,7 +100,7 @@ class Numerics:
         for i in range(self.n_layers):
             groups.setdefault(self.recipe_for(path, i), []).append(i)
         if not groups:  # scanned blocks of unknown number: rules on single blocks cannot be followed
-            if any(pattern.startswith("layers/") for pattern in (*self.exempt, *(p for p, _ in self.rules))):
+            if any(pattern.startswith("layers/") for _, _, pattern in self._patterns()):
                 raise ValueError("patterns on single blocks need Numerics(n_layers=…) where blocks are scanned")
             return [(*self.recipe_for(path, -1), ())]
         return [(*choice, tuple(layers)) for choice, layers in groups.items()]
@@ -105,11 +109,10 @@ class Numerics:
         """Raise ValueError for a pattern that is the first match of no layer; paths: those of blocks, and others."""
         blocks = {path: (None,) if path in OUTSIDE_BLOCKS else range(self.n_layers) for path in paths}
         used = {self._first_match(path, layer) for path, layers in blocks.items() for layer in layers}
-        for kind, patterns in (("exempt", self.exempt), ("rule", [pattern for pattern, _ in self.rules])):
-            for index, pattern in enumerate(patterns):
-                if (kind, index) not in used:
-                    what = "exempt pattern" if kind == "exempt" else "rule"
-                    raise ValueError(f"{what} {pattern!r} matches no layer that an earlier pattern does not")
+        for kind, index, pattern in self._patterns():
+            if (kind, index) not in used:
+                what = "exempt pattern" if kind == "exempt" else "rule"
+                raise ValueError(f"{what} {pattern!r} matches no layer that an earlier pattern does not")
 
     def map(self, change: Callable[[Recipe], Recipe]) -> "Numerics":
         """Return these numerics with every recipe replaced by change(recipe)."""

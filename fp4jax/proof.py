@@ -77,7 +77,7 @@ def _results(eqn: core.JaxprEqn, operands: list[str], counts: Counter[str]) -> l
     if name == "gather":  # of repeated scales
         return ["spread" if _size(eqn.outvars[0]) > _size(eqn.invars[0]) else "plain"]
     if name in ("add", "sub") and _dtype(eqn.outvars[0]).startswith(("int", "uint")) and "const" in operands:
-        return [next(k for k in (*operands, "const") if k != "const" or operands == ["const", "const"])]  # codes, shifted
+        return [operands[0] if operands[1] == "const" else operands[1]]  # codes, shifted
     if name in ("add", "add_any"):  # stochastic rounding adds the outcome of a comparison to the floor
         return ["grid" if sorted(operands) == ["grid", "step"] else "plain"]
     if name in _KEEPS:
@@ -123,9 +123,9 @@ def _word(kind: str) -> str:
 def _inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Return the jaxprs an equation runs, those of its derivative rules excepted."""
     found = []
-    for key, value in eqn.params.items():
+    for value in eqn.params.values():  # derivative rules are functions there, not jaxprs
         for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, core.ClosedJaxpr) and key not in ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"):
+            if isinstance(item, core.ClosedJaxpr):
                 found.append(item.jaxpr)
             elif isinstance(item, core.Jaxpr):
                 found.append(item)

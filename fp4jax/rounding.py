@@ -40,6 +40,11 @@ def max_magnitude(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> ja
     return from_bits(jnp.max(to_bits(x) & 0x7FFFFFFF, axis=axis, keepdims=True))
 
 
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """Return float32 `x` rounded to bfloat16, kept in float32; XLA may drop a pair of casts, not this."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
 def divide(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
     """Return the IEEE quotient of float32 `x` and a constant or an array that broadcasts to it; 0 where x is 0.
 

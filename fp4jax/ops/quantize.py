@@ -90,7 +90,7 @@ def fake_quantize(
     if spec.format == "none":
         return x32
     if spec.format == "bf16":
-        return lax.reduce_precision(x32, exponent_bits=8, mantissa_bits=7)
+        return rounding.to_bfloat16(x32)
     cast = _cast(x32, spec, axis % x.ndim, key, amax)
     return rounding.flush(cast.elements * cast.decode).reshape(x.shape)
 
