@@ -22,11 +22,13 @@ from jax import lax
 class Key(NamedTuple):
     """What a cast draws from.
 
-    words: uint32[2] (or a stack of them). row_offset: the global index of the tensor's first token row, uint32.
+    words: uint32[2] (or a stack of them). row_offset, col_offset: the global indices of the tensor's first row and column,
+    uint32, where only a piece of it is cast.
     """
 
     words: jax.Array
     row_offset: jax.Array | int = 0
+    col_offset: jax.Array | int = 0
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -39,7 +41,7 @@ def mix(x: jax.Array) -> jax.Array:
 def as_key(key) -> Key:
     """Return `key` as a `Key`; takes a Key, a jax.random key (typed or raw), or any uint32[2] array."""
     if isinstance(key, Key):
-        return Key(key.words, _uint32(key.row_offset))
+        return Key(key.words, _uint32(key.row_offset), _uint32(key.col_offset))
     key = jnp.asarray(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
@@ -60,7 +62,7 @@ def fold_in(key: Key, *words: jax.Array | int) -> Key:
         w = _uint32(word)
         k0 = mix(k0 ^ mix(k1 + w + jnp.uint32(0x9E3779B9)))  # a Feistel round per half: no two keys collide
         k1 = mix(k1 ^ mix(k0 + w + jnp.uint32(0x85EBCA6B)))
-    return Key(_computed_once(jnp.stack([k0, k1], axis=-1)), key.row_offset)
+    return key._replace(words=_computed_once(jnp.stack([k0, k1], axis=-1)))
 
 
 def _computed_once(words: jax.Array) -> jax.Array:
@@ -82,7 +84,7 @@ def path_word(path: str) -> int:
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Return uint32 words of `shape`; the last axis is the column, all axes before it are the row (row-major)."""
     rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + _uint32(key.row_offset)
-    cols = jnp.arange(shape[-1], dtype=jnp.uint32)
+    cols = jnp.arange(shape[-1], dtype=jnp.uint32) + _uint32(key.col_offset)
     row_words = _computed_once(mix(rows ^ key.words[0])).reshape(*shape[:-1], 1)
     col_words = _computed_once(mix(cols ^ key.words[1])).reshape(*(1,) * (len(shape) - 1), -1)
     return mix(row_words ^ col_words)
@@ -90,5 +92,5 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
 
 def random_signs(key: Key, size: int) -> jax.Array:
     """Return a ±1 vector, float32[size]."""
-    top = random_bits(key._replace(row_offset=0), (1, size))[0] >> 31
+    top = random_bits(key._replace(row_offset=0, col_offset=0), (1, size))[0] >> 31
     return _computed_once(1.0 - 2.0 * top.astype(jnp.float32))

@@ -14,7 +14,7 @@ into M and of rhs into N, in the order lax.dot_general returns them; batch axes 
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax import bits, rotation, rounding
-from fp4jax.ops import qtensor, quantize
+from fp4jax.ops import kernels, matmul, qtensor, quantize
 from fp4jax.recipe import GEMMS, OPERANDS, GemmSpec, Recipe
 
-IMPLS = ("auto", "reference")
 RESIDUALS = ("operands", "packed")
 RESIDUAL_NAME = "fp4_residual"
 _SIGNS_WORD = 2  # after the operands' 0 and 1
 TOKEN_OPERANDS = ("x", "dy")  # their rows are tokens: they take the key's row offset
-
-
-def resolve_impl(impl: str) -> str:
-    """Return the implementation that runs: "reference" dequantises and multiplies in FP32; "auto" chooses it."""
-    if impl not in IMPLS:
-        raise ValueError(f"unknown {impl=}: choose from {list(IMPLS)}")
-    return "reference"
 
 
 def quantized_dot_general(
@@ -52,6 +44,7 @@ def quantized_dot_general(
     impl: str = "auto",
     residuals: str = "operands",
     shared: dict[Any, Any] | None = None,
+    partition: kernels.Partition | None = None,
 ) -> jax.Array:
     """Return lax.dot_general(lhs, rhs, dimension_numbers) with the forward and both backward GEMMs following `recipe`.
 
@@ -61,14 +54,17 @@ def quantized_dot_general(
     [3, 2, H], needed when recipe.needs_history (delayed scaling): the maxima of earlier steps per GEMM and operand, newest
     first; a "delayed" scale is made from the newest, or from the operand itself where that is 0. Its cotangent is no
     gradient: it holds this call's maxima in [:, :, 0] and zeros elsewhere (see `roll_history`). A recipe that is plain
-    everywhere is lax.dot_general itself. residuals: what the backward keeps of x and w, "operands" as they are, or "packed":
-    the codes and scales that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies.
-    shared: a dict that several dots of the same lhs are given, so that they keep one packed copy of it (where no random
-    bits are drawn for it). Raises ValueError when a contraction length is not a multiple of the GEMM's blocks
-    and rotation and the GEMM does not pad, when key or history are missing, when `impl` is unknown, or when residuals="packed"
-    meets delayed scaling, a split, or a clipping rule, which need the operands themselves.
+    everywhere is lax.dot_general itself. impl: see `ops.matmul.choose`, which says for each GEMM what runs. residuals: what the
+    backward keeps of x and w, "operands" as they are, or "packed": the codes and scales that wgrad and dgrad multiply, where
+    these are quantized, named "fp4_residual" for remat policies. shared: a dict that several dots of the same lhs are given,
+    so that they keep one packed copy of it (where no random bits are drawn for it). partition: how a mesh splits the layer,
+    needed by kernels on several devices; the other implementations are partitioned by XLA.
+
+    Raises ValueError when a contraction length is not a multiple of the GEMM's blocks and rotation and the GEMM does not pad,
+    when key or history are missing, when `impl` is unknown or cannot run a GEMM here, or when residuals="packed" meets delayed
+    scaling, a split, or a clipping rule, which need the operands themselves.
     """
-    resolve_impl(impl)
+    matmul.check_impl(impl)
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{recipe=} is not a Recipe: fp4jax.recipes.get(name) returns one")
     if recipe.is_plain:
@@ -96,13 +92,15 @@ def quantized_dot_general(
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, _size(lhs, lhs_free), k)
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
 
+    impls = {gemm: matmul.choose(impl, getattr(recipe, gemm))[0] for gemm in GEMMS}
+    how = _How(recipe, impls, precision, jnp.dtype(out_dtype), residuals, partition)
+    if "triton" in impls.values():
+        _check_kernels(how, contraction_lengths(lhs, rhs, dimension_numbers), batch)
+    name = None if batch or shared is None else (shared, lhs, tuple(lhs_contract))
+
     def dot(x_MK, w_KN, key, history):
-        packed = (None, None)
-        if residuals == "packed":
-            x_Q = _pack_shared(recipe, lhs, tuple(lhs_contract), x_MK, key, {} if batch or shared is None else shared)
-            packed = (x_Q, _pack(recipe, "dgrad", w_KN, key))
-        dtype = jnp.dtype(out_dtype)
-        return _dot_2d(x_MK, w_KN, key, history, packed, recipe=recipe, precision=precision, out_dtype=dtype)
+        ready = _quantize_early(how, x_MK, w_KN, key, name)
+        return _dot_2d(how, x_MK, w_KN, key, history, ready)
 
     for _ in batch:
         dot = jax.vmap(dot, in_axes=(0, 0, None, None))
@@ -136,10 +134,13 @@ def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
             raise ValueError(f"{gemm}: {reason} ({getattr(recipe, gemm)}); set {gemm}.pad=True to pad it with zeros")
 
 
-def misfit(recipe: Recipe, gemm: str, lengths: dict[str, int]) -> str:
-    """Return why a GEMM cannot run on these `contraction_lengths`, "" when it can: its own, and those across square blocks."""
+def misfit(recipe: Recipe, gemm: str, lengths: dict[str, int], *, padded: bool = True) -> str:
+    """Return why a GEMM cannot run on these `contraction_lengths`, "" when it can: its own, and those across square blocks.
+
+    padded: whether a GEMM that pads fits always.
+    """
     spec: GemmSpec = getattr(recipe, gemm)
-    if spec.pad:
+    if spec.pad and padded:
         return ""
     if lengths[gemm] % spec.multiple:
         return f"contraction length {lengths[gemm]} is not a multiple of {spec.multiple}"
@@ -161,62 +162,146 @@ def _check_packable(recipe: Recipe) -> None:
         raise ValueError("residuals='packed' does not apply to scale_rule='quest': its clip mask needs the operands")
 
 
-def _pack(recipe: Recipe, gemm: str, operand: jax.Array, key: bits.Key | None) -> qtensor.QTensor | None:
-    """Return what the backward `gemm` multiplies of its forward operand (x of wgrad, w of dgrad), None if not quantized."""
+class _How(NamedTuple):
+    """What is fixed about one dot. impls: what runs each GEMM."""
+
+    recipe: Recipe
+    impls: dict[str, str]
+    precision: Any
+    out_dtype: Any
+    residuals: str
+    partition: kernels.Partition | None
+
+    def spec(self, gemm: str) -> GemmSpec:
+        return getattr(self.recipe, gemm)
+
+    def cast_by_kernel(self, gemm: str, index: int) -> bool:
+        """Return whether a kernel casts this operand straight from the matrix in memory."""
+        spec = self.spec(gemm)
+        return self.impls[gemm] == "triton" and spec.split == "none" and (spec.lhs, spec.rhs)[index].source == "input"
+
+
+# The GEMMs that contract a matrix along its columns (so that its rows are cast) and along its rows.
+_ROW_GEMM = {"x": "fprop", "w": "dgrad", "dy": "dgrad"}
+_COL_GEMM = {"x": "wgrad", "w": "fprop", "dy": "wgrad"}
+_Ready = dict[tuple[str, int], qtensor.QTensor]  # by GEMM and operand
+
+
+def _check_kernels(how: _How, lengths: dict[str, int], batch: tuple[int, ...]) -> None:
+    for gemm, impl in how.impls.items():
+        spec = how.spec(gemm)
+        if impl == "triton" and spec.pad and misfit(how.recipe, gemm, lengths, padded=False):
+            raise ValueError(f"{gemm}: pad=True does not apply to kernels: choose impl='reference' or 'xla' for ragged lengths")
+    if how.partition is not None and batch:
+        raise ValueError("a partition does not apply to a dot with batch axes")
+
+
+def _quantize_early(how: _How, x_MK, w_KN, key: bits.Key | None, name: tuple | None) -> _Ready:
+    """Return what is quantized of x and w before the forward GEMM: its operands for a kernel, and the packed residuals.
+
+    name: (dict shared by the dots of one input, lhs, contracted axes), None where nothing is shared. Dots that contract the
+    very same lhs alike keep one copy of its codes, unless these are drawn for each dot.
+    """
+    ready = _quantize_by_kernel(how, "x", x_MK, key, name) | _quantize_by_kernel(how, "w", w_KN, key, None)
+    if how.residuals == "packed":
+        if how.impls["wgrad"] != "triton" and how.spec("wgrad").lhs.element is not None:
+            spec = how.spec("wgrad")
+            alike = spec.lhs.source == "input" and not _draws(spec, 0)
+            once = _once if name is not None and alike else lambda make, *_: make()
+            ready[("wgrad", 0)] = once(lambda: _pack(how, "wgrad", x_MK, key), name, (spec.lhs, spec.rotation, spec.pad))
+        if how.impls["dgrad"] != "triton" and how.spec("dgrad").rhs.element is not None:
+            ready[("dgrad", 1)] = _pack(how, "dgrad", w_KN, key)
+    return ready
+
+
+def _once(make, name, what):
+    """Return make(), or what an earlier dot of the same lhs made of it for the same `what`."""
+    shared, lhs, contract = name
+    if (what, contract) not in shared or shared[what, contract][0] is not lhs:
+        shared[what, contract] = lhs, make()
+    return shared[what, contract][1]
+
+
+def _draws(spec: GemmSpec, index: int) -> bool:
+    return (spec.lhs, spec.rhs)[index].draws or spec.rotation.signs == "redrawn"
+
+
+def _quantize_by_kernel(how: _How, operand: str, matrix, key: bits.Key | None, name, gemms=None) -> _Ready:
+    """Return both casts of x, w or dy, or those that `gemms` need, made in one launch."""
+    if gemms is None:
+        gemms = GEMMS if how.residuals == "packed" else ("fprop",)
+    casts, where = [], []
+    for gemm in (_ROW_GEMM[operand], _COL_GEMM[operand]):
+        index = OPERANDS[gemm].index(operand)
+        wanted = gemm in gemms and how.cast_by_kernel(gemm, index)
+        casts.append(_kernel_cast(how.spec(gemm), index, _gemm_key(key, gemm), operand) if wanted else None)
+        where.append((gemm, index))
+    if casts == [None, None]:
+        return {}
+    pairs = list(zip(casts, where, strict=True))
+    alike = not any(cast is not None and _draws(how.spec(gemm), i) for cast, (gemm, i) in pairs)
+    once = _once if name is not None and alike else lambda make, *_: make()
+    what = tuple((gemm, None if cast is None else (cast.spec, how.spec(gemm).rotation)) for cast, (gemm, _) in pairs)
+    both = once(lambda: _launch(how, operand, matrix, *casts), name, what)
+    return {place: q for place, q in zip(where, both, strict=True) if q is not None}
+
+
+def _launch(how: _How, operand: str, matrix, row, col):
+    axes, mesh = ((None, None), None) if how.partition is None else (how.partition.of(operand), how.partition.mesh)
+    both = kernels.quantize(lax.stop_gradient(matrix), row, col, axes, mesh)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), both)
+
+
+def _kernel_cast(spec: GemmSpec, index: int, gemm_key: bits.Key | None, operand: str) -> kernels.Cast:
+    key = _operand_key(spec, index, gemm_key, operand)
+    return kernels.Cast((spec.lhs, spec.rhs)[index], spec.rotation.size, _signs(spec, gemm_key), key)
+
+
+def _pack(how: _How, gemm: str, operand: jax.Array, key: bits.Key | None) -> qtensor.QTensor:
+    """Return what the backward `gemm` multiplies of its forward operand (x of wgrad, w of dgrad)."""
     index, axis = (0, 0) if gemm == "wgrad" else (1, 1)
-    spec: GemmSpec = getattr(recipe, gemm)
+    spec, fprop = how.spec(gemm), how.spec("fprop")
     operand_spec = (spec.lhs, spec.rhs)[index]
-    if operand_spec.element is None:
-        return None
     if operand_spec.source == "fprop":
         fprop_key = _gemm_key(key, "fprop")
-        signs = _signs(recipe.fprop, fprop_key)
-        operand = _cast_operand(index, recipe.fprop, (operand, 1 - axis), fprop_key, signs, OPERANDS[gemm][index])[0]
+        operand = _fake(index, fprop, (operand, 1 - axis), fprop_key, _signs(fprop, fprop_key), OPERANDS[gemm][index])
     gemm_key = _gemm_key(key, gemm)
     operand, operand_key, _ = _prepare(index, spec, (operand, axis), gemm_key, _signs(spec, gemm_key), OPERANDS[gemm][index])
     packed = quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key)
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
 
 
-def _pack_shared(recipe: Recipe, lhs, contract, x_MK, key: bits.Key | None, shared: dict[Any, Any]) -> qtensor.QTensor | None:
-    """Return `_pack` of x for wgrad; dots that share `shared` and contract the very same lhs alike keep one copy of it."""
-    spec = recipe.wgrad
-    if spec.lhs.draws or spec.rotation.signs == "redrawn" or spec.lhs.source == "fprop":
-        return _pack(recipe, "wgrad", x_MK, key)
-    name = (spec.lhs, spec.rotation, spec.pad, contract)
-    if name not in shared or shared[name][0] is not lhs:
-        shared[name] = lhs, _pack(recipe, "wgrad", x_MK, key)
-    return shared[name][1]
-
-
-def _dot_2d(x, w, key, history, packed, *, recipe, precision, out_dtype):
-    """The custom_vjp dot of x_MK and w_KN; packed: what the backward multiplies of x and w, None for the two themselves."""
+def _dot_2d(how: _How, x, w, key, history, ready):
+    """The custom_vjp dot of x_MK and w_KN; ready: what is quantized of them already."""
+    recipe = how.recipe
     like_x, like_w = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w))
 
-    def run(gemm, lhs, rhs, key, history, out_dtype):
-        return _gemm(gemm, recipe, lhs, rhs, key, history, precision, out_dtype)
-
     @jax.custom_vjp
-    def dot(x_MK, w_KN, key, history, packed):
-        return run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)[0]
+    def dot(x_MK, w_KN, key, history, ready):
+        return _gemm(how, "fprop", (x_MK, 1), (w_KN, 0), key, history, ready, how.out_dtype)[0]
 
-    def forward(x_MK, w_KN, key, history, packed):
-        y_MN, maxima = run("fprop", (x_MK, 1), (w_KN, 0), key, history, out_dtype)
-        kept = (x_MK if packed[0] is None else None, w_KN if packed[1] is None else None)
+    def forward(x_MK, w_KN, key, history, ready):
+        y_MN, maxima = _gemm(how, "fprop", (x_MK, 1), (w_KN, 0), key, history, ready, how.out_dtype)
+        kept = (None if ("wgrad", 0) in ready else x_MK, None if ("dgrad", 1) in ready else w_KN)
+        packed = {place: q for place, q in ready.items() if place[0] != "fprop"}
         return y_MN, (kept, key, history, packed, maxima)
 
     def backward(residuals, dy_MN):
-        (x_MK, w_KN), key, history, packed, maxima = residuals
+        (x_MK, w_KN), key, history, ready, maxima = residuals
         reuse_w, reuse_x = recipe.dgrad.rhs.source == "fprop", recipe.wgrad.lhs.source == "fprop"
         fprop_key = _gemm_key(key, "fprop")
         signs = _signs(recipe.fprop, fprop_key) if reuse_w or reuse_x else None
-        x, w = (kept if kept is not None else ready for kept, ready in zip((x_MK, w_KN), packed, strict=True))
-        if reuse_w and w_KN is not None:
-            w = _cast_operand(1, recipe.fprop, (w_KN, 0), fprop_key, signs, "w")[0]
-        if reuse_x and x_MK is not None:
-            x = _cast_operand(0, recipe.fprop, (x_MK, 1), fprop_key, signs, "x")[0]
-        dx_MK, dgrad_maxima = run("dgrad", (dy_MN, 1), (w, 1), key, history, jnp.float32 if reuse_w else like_x.dtype)
-        dw_KN, wgrad_maxima = run("wgrad", (x, 0), (dy_MN, 0), key, history, jnp.float32 if reuse_x else like_w.dtype)
+        ready = ready | _quantize_by_kernel(how, "dy", dy_MN, key, None, GEMMS)
+        x, w = x_MK, w_KN
+        if x is not None and ("wgrad", 0) not in ready:
+            ready = ready | _quantize_by_kernel(how, "x", x, key, None, ("wgrad",))
+            x = _fake(0, recipe.fprop, (x, 1), fprop_key, signs, "x") if reuse_x else x
+        if w is not None and ("dgrad", 1) not in ready:
+            ready = ready | _quantize_by_kernel(how, "w", w, key, None, ("dgrad",))
+            w = _fake(1, recipe.fprop, (w, 0), fprop_key, signs, "w") if reuse_w else w
+        dx_dtype, dw_dtype = (jnp.float32 if again else like.dtype for again, like in ((reuse_w, like_x), (reuse_x, like_w)))
+        dx_MK, dgrad_maxima = _gemm(how, "dgrad", (dy_MN, 1), (w, 1), key, history, ready, dx_dtype)
+        dw_KN, wgrad_maxima = _gemm(how, "wgrad", (x, 0), (dy_MN, 0), key, history, ready, dw_dtype)
         dx_MK = _to_input(dx_MK, 0, (like_x if x_MK is None else x_MK, 1), recipe, key, rotated=reuse_w)
         dw_KN = _to_input(dw_KN, 1, (like_w if w_KN is None else w_KN, 0), recipe, key, rotated=reuse_x)
         if history is not None:
@@ -225,7 +310,7 @@ def _dot_2d(x, w, key, history, packed, *, recipe, precision, out_dtype):
         return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None, history, None
 
     dot.defvjp(forward, backward)
-    return dot(x, w, key, history, packed)
+    return dot(x, w, key, history, ready)
 
 
 def roll_history(history: jax.Array, measured: jax.Array) -> jax.Array:
@@ -291,59 +376,100 @@ def _prepare(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name):
     first = None
     if spec.split == "first":
         operand, first = rotation.split_first(operand, spec.rotation.size, axis)
-    operand_key = None
-    if operand_spec.draws and gemm_key is not None:
-        operand_key = bits.fold_in(gemm_key, index)
-        if name not in TOKEN_OPERANDS:
-            operand_key = operand_key._replace(row_offset=0)
+    operand_key = _operand_key(spec, index, gemm_key, name)
+    quantize.check_operand(operand, operand_spec, axis, operand_key)
     return operand, operand_key, first
 
 
-def _cast_operand(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name, amax=None):
-    """Pad, rotate and quantize one operand; return (its values in FP32, its maximum or 0, what `split` took out)."""
-    (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
-    measured = jnp.float32(0)
-    if isinstance(operand, qtensor.QTensor):  # packed in the forward
-        return operand.dequantize(), measured, None
+def _operand_key(spec: GemmSpec, index: int, gemm_key: bits.Key | None, name: str) -> bits.Key | None:
+    if gemm_key is None or not (spec.lhs, spec.rhs)[index].draws:
+        return None
+    key = bits.fold_in(gemm_key, index)
+    return key if name in TOKEN_OPERANDS else key._replace(row_offset=0)
+
+
+def _fake(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name) -> jax.Array:
+    """Return the FP32 values of one operand of fprop, padded and rotated along its axis: what a backward GEMM casts again."""
+    operand, axis = operand_and_axis
     free_length = operand.shape[1 - axis]
+    operand, operand_key, _ = _prepare(index, spec, operand_and_axis, gemm_key, signs, name)
+    values = quantize.fake_quantize(operand, (spec.lhs, spec.rhs)[index], axis, operand_key)
+    return lax.slice_in_dim(values, 0, free_length, axis=1 - axis)
+
+
+def _cast_operand(how: _How, gemm, index, operand_and_axis, gemm_key, signs, amax):
+    """Quantize one operand for the GEMM's implementation.
+
+    Returns (its values in FP32 for "reference", a QTensor or BF16 array for "xla", a QTensor with the contraction last for
+    "triton"; its maximum or 0; what `split` took out).
+    """
+    spec, impl, name = how.spec(gemm), how.impls[gemm], OPERANDS[gemm][index]
+    (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
+    if impl == "triton" and spec.split != "first":
+        cast = _kernel_cast(spec, index, gemm_key, name)
+        return _launch(how, name, operand, *((None, cast) if axis == 0 else (cast, None)))[1 - axis], jnp.float32(0), None
     operand, operand_key, first = _prepare(index, spec, operand_and_axis, gemm_key, signs, name)
-    quantize.check_operand(operand, operand_spec, axis, operand_key)
+    measured = jnp.float32(0)
     if operand_spec.scale_rule == "delayed":
         measured = rounding.max_magnitude(operand.astype(jnp.float32)).reshape(())
-    values = quantize.fake_quantize(operand, operand_spec, axis, operand_key, amax)
-    return lax.slice_in_dim(values, 0, free_length, axis=1 - axis), measured, first
+    if impl == "triton":
+        cast = kernels.Cast(operand_spec, key=operand_key)
+        cast = _launch(how, name, operand, *((None, cast) if axis == 0 else (cast, None)))[1 - axis]
+    elif impl == "reference":
+        cast = quantize.fake_quantize(operand, operand_spec, axis, operand_key, amax)
+    elif operand_spec.element is None:
+        cast = operand.astype(jnp.bfloat16)
+    else:
+        cast = quantize.quantize(operand, operand_spec, axis, key=operand_key, amax=amax)
+    return cast, measured, first
 
 
-def _gemm(gemm, recipe, lhs_and_axis, rhs_and_axis, key, history, precision, out_dtype):
+def _gemm(how: _How, gemm, lhs_and_axis, rhs_and_axis, key, history, ready, out_dtype):
     """One GEMM through its spec, each operand with its contraction axis; return (product, both maxima for the history)."""
-    spec: GemmSpec = getattr(recipe, gemm)
+    spec, impl = how.spec(gemm), how.impls[gemm]
     operands, axes = zip(lhs_and_axis, rhs_and_axis, strict=True)
     dimension_numbers = (((axes[0],), (axes[1],)), ((), ()))
     if spec.is_plain:
-        return lax.dot_general(*operands, dimension_numbers, precision, out_dtype), (jnp.float32(0),) * 2
+        return lax.dot_general(*operands, dimension_numbers, how.precision, out_dtype), (jnp.float32(0),) * 2
     gemm_key, rank_one = _gemm_key(key, gemm), None
     if spec.split == "mean":
         operands, rank_one = _split_mean(gemm, operands, axes)
     signs = _signs(spec, gemm_key)
 
     def cast(i):
+        if (gemm, i) in ready:
+            q = ready[gemm, i]
+            return q.dequantize() if impl == "reference" else q, jnp.float32(0), None
         amax = None if history is None else history[GEMMS.index(gemm), i, 0]
-        return _cast_operand(i, spec, (operands[i], axes[i]), gemm_key, signs, OPERANDS[gemm][i], amax)
+        return _cast_operand(how, gemm, i, (operands[i], axes[i]), gemm_key, signs, amax)
 
     (lhs, lhs_max, lhs_first), (rhs, rhs_max, rhs_first) = cast(0), cast(1)
-    product = _fp32_dot(lhs, rhs, dimension_numbers)
-    gain = spec.lhs.gain * spec.rhs.gain
-    if gain != 1:
-        product = product * jnp.float32(1 / gain)
+    gain = 1 / (spec.lhs.gain * spec.rhs.gain)
+    if impl == "triton":
+        product_dtype = out_dtype if spec.split == "none" else jnp.float32
+        product = _kernel_matmul(how, gemm, lhs, rhs, gain, product_dtype)
+    else:
+        product = (matmul.reference_dot if impl == "reference" else matmul.xla_dot)(lhs, rhs, dimension_numbers)
+        if gain != 1:
+            product = product * jnp.float32(gain)
+    if lhs_first is not None and rhs_first is not None:
+        firsts = (rounding.to_bfloat16(lhs_first), rounding.to_bfloat16(rhs_first))
+        product = product + matmul.reference_dot(*firsts, dimension_numbers)
+    for side, (operand, axis) in enumerate(zip(operands, axes, strict=True)):  # without what was padded across square blocks
+        if operand is not None and product.shape[side] != operand.shape[1 - axis]:
+            product = lax.slice_in_dim(product, 0, operand.shape[1 - axis], axis=side)
     if rank_one is not None:
         product = product + rank_one
-    if lhs_first is not None and rhs_first is not None:
-        product = product + _fp32_dot(rounding.to_bfloat16(lhs_first), rounding.to_bfloat16(rhs_first), dimension_numbers)
     return product.astype(out_dtype), (lhs_max, rhs_max)
 
 
-def _fp32_dot(lhs, rhs, dimension_numbers) -> jax.Array:
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def _kernel_matmul(how: _How, gemm: str, lhs, rhs, alpha: float, out_dtype) -> jax.Array:
+    part = how.partition
+    if part is None:
+        return kernels.matmul(lhs, rhs, None, (None, None, None), alpha=alpha, out_dtype=out_dtype)
+    axes = {"fprop": (part.m, part.n, part.k), "dgrad": (part.m, part.k, part.n), "wgrad": (part.k, part.n, part.m)}[gemm]
+    scatter = part.stored if gemm == "wgrad" and part.stored != (part.k, part.n) else None
+    return kernels.matmul(lhs, rhs, part.mesh, axes, scatter, alpha=alpha, out_dtype=out_dtype)
 
 
 def _split_mean(gemm, operands, axes):
@@ -355,9 +481,9 @@ def _split_mean(gemm, operands, axes):
     dimension_numbers = (((axes[0],), (axes[1],)), ((), ()))
     lhs_mean = jnp.mean(lhs, axis=0, keepdims=True)
     if gemm != "wgrad":
-        return (lhs - lhs_mean, rhs), _fp32_dot(lhs_mean, rhs, dimension_numbers)
+        return (lhs - lhs_mean, rhs), matmul.reference_dot(lhs_mean, rhs, dimension_numbers)
     rhs_mean = jnp.mean(rhs, axis=0, keepdims=True)
-    return (lhs - lhs_mean, rhs - rhs_mean), _fp32_dot(lhs_mean, rhs_mean, dimension_numbers) * lhs.shape[0]
+    return (lhs - lhs_mean, rhs - rhs_mean), matmul.reference_dot(lhs_mean, rhs_mean, dimension_numbers) * lhs.shape[0]
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:

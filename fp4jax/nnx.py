@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax import bits, dot
+from fp4jax.ops import matmul
 from fp4jax.recipe import Recipe
 
 
@@ -28,7 +29,8 @@ class QuantizedDotGeneral(nnx.Module):
             raise ValueError("delayed scaling needs a history, which the NNX adapter does not hold: use current scaling")
         if recipe.needs_key and rngs is None:
             raise ValueError("the recipe draws random bits (stochastic rounding or redrawn signs): pass rngs=")
-        self.recipe, self.path, self.impl = recipe, path, dot.resolve_impl(impl)
+        matmul.check_impl(impl)
+        self.recipe, self.path, self.impl = recipe, path, impl
         words = bits.as_key(rngs.fp4()).words if recipe.needs_key and rngs is not None else jnp.zeros(2, jnp.uint32)
         self.key, self.step = NumericsState(words), NumericsState(jnp.zeros((), jnp.uint32))
 

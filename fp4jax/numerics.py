@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from fp4jax import bits, dot, recipes
+from fp4jax.ops import kernels, matmul
 from fp4jax.recipe import GEMMS, GemmSpec, Recipe
 
 _NO_LAYER = 0xFFFFFFFF
@@ -45,7 +46,7 @@ class Numerics:
     keep_first, keep_last: so many blocks have BF16 operands. n_layers: blocks of the model, needed by rules on single
     blocks where blocks are scanned, and by keep_last. strict: True makes every other exemption an error; False leaves a GEMM
     plain when its contraction length does not divide by the recipe's blocks, and the census says so. observe: called with
-    one census row per GEMM of every traced dot. residuals: what the backward keeps, see `dot.quantized_dot_general`.
+    one census row per GEMM of every traced dot. residuals, partition (of a path): see `dot.quantized_dot_general`.
     """
 
     recipe: Recipe
@@ -58,9 +59,10 @@ class Numerics:
     keep_last: int = 0
     n_layers: int = 0
     residuals: str = "operands"
+    partition: Callable[[str], kernels.Partition] | None = None
 
     def __post_init__(self):
-        dot.resolve_impl(self.impl)
+        matmul.check_impl(self.impl)
         if self.residuals not in dot.RESIDUALS:
             raise ValueError(f"unknown residuals={self.residuals!r}: choose from {list(dot.RESIDUALS)}")
         if self.keep_first < 0 or self.keep_last < 0 or self.keep_first + self.keep_last > max(self.n_layers, 0):
@@ -161,6 +163,7 @@ class Numerics:
                 history=history if recipe.needs_history else None,
                 impl=self.impl,
                 residuals=self.residuals,
+                partition=None if self.partition is None else self.partition(path),
                 shared=shared if len(choices) == 1 else None,  # a branch of a switch may not see another's arrays
             )
 
@@ -198,7 +201,6 @@ class Numerics:
     def _report(self, module: str, recipe: Recipe, reasons: dict[str, str]) -> None:
         if self.observe is None:
             return
-        impl = dot.resolve_impl(self.impl)
         for gemm in GEMMS:
             spec: GemmSpec = getattr(recipe, gemm)
             self.observe(
@@ -208,7 +210,7 @@ class Numerics:
                     "lhs": str(spec.lhs),
                     "rhs": str(spec.rhs),
                     "rotation": str(spec.rotation),
-                    "impl": "lax" if spec.is_plain else impl,
+                    "impl": matmul.choose(self.impl, spec)[0],
                     "exempt": reasons[gemm],
                 }
             )

@@ -92,6 +92,18 @@ def _sum(x: jax.Array, within: tuple[int, ...]) -> jax.Array:
     return x
 
 
+def _nvfp4_largest(rule: str) -> float:
+    """Return the magnitude, in units of the block scale, that a block's maximum is scaled to."""
+    return 6 / EDEN_SHRINK if rule == "eden" else 6.0
+
+
+def nvfp4_tensor_scale(amax: jax.Array, rule: str) -> jax.Array:
+    """Return the float32 tensor scale s of `nvfp4_scales` from the tensor's largest magnitude (float32, any shape)."""
+    bound = {"two_level": 448, "headroom": 448 / HEADROOM, "four_over_six": 256, "single_level": 448, "eden": 255.99}[rule]
+    scale = fp32_scale(amax, _nvfp4_largest(rule) * bound)
+    return jnp.where(jnp.isnan(scale), scale, 1.0) if rule == "single_level" else scale
+
+
 def nvfp4_scales(x: jax.Array, within: tuple[int, ...], rule: str) -> tuple[jax.Array, jax.Array]:
     """Return (block scale on the E4M3 grid, tensor scale s), both float32; value = element · (block scale · s).
 
@@ -105,12 +117,9 @@ def nvfp4_scales(x: jax.Array, within: tuple[int, ...], rule: str) -> tuple[jax.
         eden           B = 255.99 and 6 / ((17/16)·0.93) in place of 6                              2601.22813
     A zero block has scale 0, a zero tensor s = 1. Inf or NaN anywhere make s, and so everything, NaN.
     """
-    largest = 6 / EDEN_SHRINK if rule == "eden" else 6.0
-    bound = {"two_level": 448, "headroom": 448 / HEADROOM, "four_over_six": 256, "single_level": 448, "eden": 255.99}[rule]
-    amax, block = max_magnitude(x), max_magnitude(x, within)
-    tensor = fp32_scale(amax, largest * bound)
-    if rule == "single_level":
-        tensor = jnp.where(jnp.isnan(tensor), tensor, 1.0)
+    largest = _nvfp4_largest(rule)
+    block = max_magnitude(x, within)
+    tensor = nvfp4_tensor_scale(max_magnitude(x), rule)
 
     def block_scale(target: float) -> jax.Array:
         return rounding.flush(divide(rounding.flush(divide(block, target)), tensor))

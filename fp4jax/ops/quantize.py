@@ -24,15 +24,15 @@ from fp4jax.recipe import OperandSpec
 _VMAP_WORD = bits.path_word("vmap")
 
 
-def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None) -> qtensor.QTensor:
+def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None, amax: jax.Array | None = None) -> qtensor.QTensor:
     """Quantize `x` along `axis` (the contraction axis of the GEMM that will consume it).
 
     x: float32, bfloat16 or float16, any rank ≥ 1; x.shape[axis] must be a multiple of spec.multiple. Square blocks
-    (spec.across > 1) lie in the last two axes. spec: an OperandSpec of a quantized format; a "delayed" scale is made from
-    `x` itself here. key: needed for rounding "sr" and "eden": a jax.random key, any uint32[2] array or a `bits.Key`; the
-    draw of an element depends on the key and on its row (all axes but the last, row-major) and column only. Under vmap over
-    x alone, the batch index enters the key. Raises ValueError for a format without codes, a length that does not divide, a
-    key that is missing or of no use, and for integer or double-precision input.
+    (spec.across > 1) lie in the last two axes. spec: an OperandSpec of a quantized format. amax: as in `fake_quantize`.
+    key: needed for rounding "sr" and "eden": a jax.random key, any uint32[2] array or a `bits.Key`; the draw of an element
+    depends on the key and on its row (all axes but the last, row-major) and column only. Under vmap over x alone, the batch
+    index enters the key. Raises ValueError for a format without codes, a length that does not divide, a key that is missing
+    or of no use, and for integer or double-precision input.
     """
     x = jnp.asarray(x)
     if spec.element is None:
@@ -40,7 +40,7 @@ def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None) -> qtensor
     check_operand(x, spec, axis, key)
     if key is not None and not spec.draws:
         raise ValueError(f"key= does not apply to rounding {spec.rounding!r}")
-    return _quantize(x, spec, axis % x.ndim, None if key is None else bits.as_key(key))
+    return _quantize(x, spec, axis % x.ndim, None if key is None else bits.as_key(key), amax)
 
 
 def check_operand(x: jax.Array, spec: OperandSpec, axis: int, key) -> None:
@@ -63,8 +63,8 @@ def check_operand(x: jax.Array, spec: OperandSpec, axis: int, key) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
-def _quantize(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None) -> qtensor.QTensor:
-    cast = _cast(x, spec, axis, key)
+def _quantize(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax: jax.Array | None) -> qtensor.QTensor:
+    cast = _cast(x, spec, axis, key, amax)
     element = spec.element
     assert element is not None
     codes = jnp.where(jnp.isnan(cast.decode), jnp.uint8(0), rounding.encode(cast.elements, element)).reshape(x.shape)
@@ -149,7 +149,9 @@ def _cast(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax
         return _Cast(rounding.round_to_grid(rounding.divide(x, scale), element, random), scale, None, scale)
     if spec.scale == "e8m0":
         byte = scales.e8m0_byte(x, within, rule, element)
-        scaled = scales.divide_by_power(x * spec.gain if spec.gain != 1 else x, byte)
+        scaled = scales.divide_by_power(x, byte)
+        if spec.gain != 1:
+            scaled = scaled * spec.gain
         return _Cast(rounding.round_to_grid(scaled, element, random), byte, None, qtensor.decode_e8m0(byte))
     scale, tensor = scales.nvfp4_scales(x, within, rule)
     scaled = scales.e4m3_scaled(x, scale, tensor)
@@ -164,22 +166,24 @@ def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
     """Return the uint32 words for every element of `x`; where vmap batches x but not the key, the batch index enters it."""
     assert key is not None
 
-    def draw(x, words, row_offset):
-        return bits.random_bits(bits.Key(words, row_offset), x.shape)
+    def draw(x, words, offsets):
+        return bits.random_bits(bits.Key(words, *offsets), x.shape)
 
-    return _distinct_under_vmap(draw)(x, key.words, jnp.asarray(key.row_offset, jnp.uint32))
+    offsets = tuple(jnp.asarray(offset, jnp.uint32) for offset in (key.row_offset, key.col_offset))
+    return _distinct_under_vmap(draw)(x, key.words, offsets)
 
 
 def _distinct_under_vmap(draw):
-    """Return `draw(x, words, row_offset)` with a batching rule: where only x is batched, the batch index enters `words`."""
+    """Return `draw(x, words, offsets)` with a batching rule: where only x is batched, the batch index enters `words`."""
     custom = jax.custom_batching.custom_vmap(draw)
 
     @custom.def_vmap
-    def rule(axis_size, in_batched, x, words, row_offset):
-        if in_batched == [True, False, False]:
+    def rule(axis_size, in_batched, x, words, offsets):
+        if in_batched == [True, False, (False, False)]:
             words = jax.vmap(lambda i: bits.fold_in(bits.Key(words), _VMAP_WORD, i).words)(jnp.arange(axis_size))
-            in_batched = [True, True, False]
-        batched = jax.vmap(draw, in_axes=tuple(0 if b else None for b in in_batched), axis_size=axis_size)
-        return _distinct_under_vmap(batched)(x, words, row_offset), True
+            in_batched = [True, True, (False, False)]
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        batched = jax.vmap(draw, in_axes=in_axes, axis_size=axis_size)
+        return _distinct_under_vmap(batched)(x, words, offsets), True
 
     return custom

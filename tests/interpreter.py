@@ -1,0 +1,104 @@
+"""Run Triton kernels without a GPU: Triton's interpreter, over numpy arrays, behind `fp4jax.ops.triton_call.call`.
+
+TRITON_INTERPRET=1 must be set before triton is first imported, and a process that interprets cannot compile: the tests in
+this folder run in a process of their own (tests/test_kernels.py).
+"""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+from fp4jax.ops import triton_call
+
+_LOCK = threading.Lock()  # the interpreter keeps its grid position in a global
+_TRITON_TYPES = {"float32": "fp32", "bfloat16": "bf16", "uint8": "u8", "uint32": "u32", "int32": "i32", "float16": "fp16"}
+
+
+class Buffer:
+    """A numpy array that looks like the torch tensor which Triton's launcher expects: pointer, dtype, storage."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = np.ascontiguousarray(array)
+        self.dtype = _TRITON_TYPES[str(array.dtype)]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Buffer":
+        return self
+
+    def cpu(self) -> "Buffer":
+        return self
+
+    def new_empty(self, *_, **__) -> "Buffer":
+        return self
+
+    def set_(self, *_) -> "Buffer":
+        return self
+
+    def copy_(self, _) -> None: ...
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return ()
+
+
+def launch(kernel, arrays, outputs, grid, constants) -> tuple[np.ndarray, ...]:
+    """Run `kernel` over `grid` on numpy arrays; outputs: (shape, dtype) pairs. Returns the filled outputs.
+
+    Outputs start out as 0xAA bytes, so that an element which no program writes is seen.
+    """
+    inputs = [Buffer(np.array(a)) for a in arrays]
+    results = []
+    for shape, dtype in outputs:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        results.append(Buffer(np.full(size, 0xAA, np.uint8).view(dtype).reshape(shape)))
+    with _LOCK, np.errstate(all="ignore"):
+        kernel[grid](*inputs, *results, **constants)
+    return tuple(result.array for result in results)
+
+
+def call(kernel, *arrays, out_type, grid, options=None, **constants):
+    """Do what `fp4jax.ops.triton_call.call` does, through the interpreter; works eagerly and under jit."""
+    flat, tree = jax.tree.flatten(out_type)
+    outputs = [(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in flat]
+
+    def run(*args):
+        return list(launch(kernel, args, outputs, grid, constants))
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    return jax.tree.unflatten(tree, jax.pure_callback(run, shapes, *arrays))
+
+
+_create_dot_of_words = triton_interpreter.InterpreterBuilder.create_dot
+
+
+def _create_dot(builder, a, b, d, *rest):
+    """Multiply values: the interpreter of triton 3.9 holds bfloat16 as 16-bit words and multiplies these."""
+
+    def values(handle):
+        if handle.dtype != tl.bfloat16:
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return triton_interpreter.TensorHandle(data, tl.float32)
+
+    return _create_dot_of_words(builder, values(a), values(b), d, *rest)
+
+
+@contextlib.contextmanager
+def installed(monkeypatch):
+    """Let every kernel call go through the interpreter, as if on the GPU without FP4 units that kernels are developed on."""
+    monkeypatch.setattr(triton_call, "call", call)
+    monkeypatch.setattr(triton_interpreter.InterpreterBuilder, "create_dot", _create_dot)
+    with triton_call.assume_target("sm_90"):
+        yield
