@@ -467,9 +467,11 @@ def _kernel_matmul(how: _How, gemm: str, lhs, rhs, alpha: float, out_dtype) -> j
     part = how.partition
     if part is None:
         return kernels.matmul(lhs, rhs, None, (None, None, None), alpha=alpha, out_dtype=out_dtype)
+    k, n = part.stored
     axes = {"fprop": (part.m, part.n, part.k), "dgrad": (part.m, part.k, part.n), "wgrad": (part.k, part.n, part.m)}[gemm]
-    scatter = part.stored if gemm == "wgrad" and part.stored != (part.k, part.n) else None
-    return kernels.matmul(lhs, rhs, part.mesh, axes, scatter, alpha=alpha, out_dtype=out_dtype)
+    at_rest = {"fprop": (n, k), "dgrad": (k, n), "wgrad": None}[gemm]
+    scatter = (k, n) if gemm == "wgrad" else None
+    return kernels.matmul(lhs, rhs, part.mesh, axes, at_rest=at_rest, scatter=scatter, alpha=alpha, out_dtype=out_dtype)
 
 
 def _split_mean(gemm, operands, axes):

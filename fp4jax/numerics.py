@@ -203,6 +203,7 @@ class Numerics:
             return
         for gemm in GEMMS:
             spec: GemmSpec = getattr(recipe, gemm)
+            impl, why = matmul.choose(self.impl, spec)
             self.observe(
                 {
                     "module": module,
@@ -210,7 +211,8 @@ class Numerics:
                     "lhs": str(spec.lhs),
                     "rhs": str(spec.rhs),
                     "rotation": str(spec.rotation),
-                    "impl": matmul.choose(self.impl, spec)[0],
+                    "impl": impl,
+                    "why": why,
                     "exempt": reasons[gemm],
                 }
             )
@@ -230,7 +232,8 @@ def _module(path: str, layer: Any, layers: tuple[int, ...], choices: int) -> str
 def census(numerics: Numerics, trace: Callable[[Numerics], Any]) -> list[dict[str, Any]]:
     """Return one row per (module, GEMM) that runs in `trace(numerics)`, which is only traced, never executed.
 
-    A row has the keys module, gemm, lhs, rhs, rotation, impl, exempt; scanned blocks share the module name "layers/*/…".
+    A row has the keys module, gemm, lhs, rhs, rotation, impl, why (where it is not the one named),
+    exempt; scanned blocks share the module name "layers/*/…".
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}  # a module may run several times, and not always alike
     observed = dataclasses.replace(numerics, observe=lambda row: rows.setdefault(tuple(row.values()), row))

@@ -65,7 +65,7 @@ def test_workdir(finished):
     }  # fmt: skip
     assert any(name.startswith("events.out.tfevents") for name in names)
     census = json.loads((workdir / "census.json").read_text())
-    assert all(set(row) == {"module", "gemm", "lhs", "rhs", "rotation", "impl", "exempt"} for row in census)
+    assert all(set(row) == {"module", "gemm", "lhs", "rhs", "rotation", "impl", "why", "exempt"} for row in census)
     assert {row["gemm"] for row in census} == set(GEMMS)
     stored = json.loads((workdir / "config.json").read_text())
     assert set(stored) == {"model", "data", "optimizer", "train", "mesh", "quant", "run"}

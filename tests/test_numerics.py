@@ -48,6 +48,7 @@ def test_census_has_one_row_per_module_and_gemm():
         "rhs": mx,
         "rotation": "H16d",
         "impl": "reference",
+        "why": "auto: no GPU",
         "exempt": "",
     }
     assert rows[0]["rotation"] == "-"
@@ -58,6 +59,7 @@ def test_census_has_one_row_per_module_and_gemm():
         "rhs": "none",
         "rotation": "-",
         "impl": "lax",
+        "why": "",
         "exempt": "exempt='lm_head' in the config",
     }
 

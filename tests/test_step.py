@@ -289,7 +289,7 @@ def test_another_recipe_lowers_to_another_program(tiny):
 def test_census_lists_every_gemm_once(tiny):
     s = tiny(quant__recipe="mxfp4_h16")
     rows = step.census_rows(s)
-    assert all(set(row) == {"module", "gemm", "lhs", "rhs", "rotation", "impl", "exempt"} for row in rows)
+    assert all(set(row) == {"module", "gemm", "lhs", "rhs", "rotation", "impl", "why", "exempt"} for row in rows)
     quantized = {f"layers/*/{path}" for path in llama.LINEAR_PATHS if path != "lm_head"}
     modules = {row["module"] for row in rows if row["impl"] == "reference"}
     assert modules == quantized

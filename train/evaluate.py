@@ -1,5 +1,6 @@
 """Restore a checkpoint and report its validation loss:  python -m train.evaluate --workdir=DIR [--step=N] [--recipe=NAME]
 
+A run of kernels on a GPU can be evaluated on a CPU with --impl=reference.
 Evaluation rounds to nearest, uses the random signs of step 0 and takes per-tensor scales per sequence, so the result does
 not depend on batch size or device count; --stochastic keeps the recipe's own rounding and the checkpoint's step. The last
 line of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe.
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 STEP = flags.DEFINE_integer("step", None, "Checkpoint to restore; default the newest.")
 RECIPE = flags.DEFINE_string("recipe", None, "Evaluate in this recipe's numerics; default the run's own.")
+IMPL = flags.DEFINE_string("impl", None, "What multiplies: auto, reference, xla or triton; default the run's own.")
 STOCHASTIC = flags.DEFINE_bool("stochastic", False, "Keep stochastic rounding and the step's random signs.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Sequences per call; it does not change the result.")
 
@@ -41,6 +43,11 @@ def main() -> int:
             recipe = recipes.parse(name)
         except ValueError as error:
             raise InputError(f"--recipe: {error}") from None
+    if IMPL.value is not None:
+        try:
+            settings = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, impl=IMPL.value))
+        except ValueError as error:
+            raise InputError(f"--impl: {error}") from None
     if BATCH_SIZE.value is not None and BATCH_SIZE.value < 1:
         raise InputError(f"--batch_size={BATCH_SIZE.value} is not positive")
 

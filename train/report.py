@@ -7,6 +7,7 @@ import jax
 import rich.console
 import rich.table
 
+from fp4jax.ops import triton_call
 from models import llama
 from train import data
 from train.config import Settings
@@ -20,7 +21,7 @@ def print_start(
     if not console.is_terminal:
         console.width = 200  # a log file: no wrapping
     recipe = settings.numerics.recipe
-    emulated = "" if recipe.is_plain else " (emulated: dequantized operands, FP32 products)"
+    emulated = f" ({why})" if (why := _emulated(census)) else ""
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(f"model    {llama.num_params(settings.model):,} parameters, {settings.model.dtype}")
     console.print(f"data     {settings.data.source}, {len(dataset.train_tokens):,} + {len(dataset.val_tokens):,} tokens")
@@ -32,12 +33,25 @@ def print_start(
     console.print(census_table(census))
 
 
+def _emulated(census: list[dict[str, Any]]) -> str:
+    """Return how low precision is only emulated, "" where matrix units multiply it or nothing is quantized."""
+    impls, target = {row["impl"] for row in census}, triton_call.current_target()
+    if "reference" in impls:
+        return "emulated: dequantized operands, FP32 products"
+    if "xla" in impls and target is None:
+        return "emulated: XLA multiplies dequantized operands on a CPU"
+    if "triton" in impls and target is not None and not target.has_fp4:
+        return f"emulated: {target.arch} has no FP4 matrix unit"
+    return ""
+
+
 def census_table(census: list[dict[str, Any]]) -> rich.table.Table:
     """Return the census as a table: modules whose GEMMs all read alike share their lines, an exempt module takes one."""
     columns = ("gemm", "lhs", "rhs", "rotation", "impl", "exempt")
     by_module: dict[str, list[tuple[str, ...]]] = {}
     for row in census:
-        by_module.setdefault(row["module"], []).append(tuple(str(row[k]) for k in columns))
+        impl = f"{row['impl']} ({row['why']})" if row["why"] else row["impl"]
+        by_module.setdefault(row["module"], []).append(tuple(str({**row, "impl": impl}[k]) for k in columns))
     modules_of: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for module, rows in by_module.items():
         modules_of.setdefault(tuple(rows), []).append(module)

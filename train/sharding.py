@@ -5,6 +5,7 @@ vocabulary (tensor parallelism). Parameters are placed by the table below, from 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
+from fp4jax.ops import matmul
+from fp4jax.ops.kernels import Partition
 from models.llama import LINEAR_PATHS, LlamaConfig
 from train.errors import InputError, check_types
 
@@ -29,6 +32,12 @@ PARAM_AXES = {
     "attn_norm/scale": (None,),
     "mlp_norm/scale": (None,),
     "final_norm/scale": (None,),
+}
+# Mesh axes of a linear layer's tokens, input and output features in its GEMMs: the output split (column-parallel) or the input.
+_COLUMN, _ROW = ("data", None, "model"), ("data", "model", None)
+LINEAR_AXES = {
+    **dict.fromkeys(("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up", "lm_head"), _COLUMN),
+    **dict.fromkeys(("attn/o", "mlp/down"), _ROW),
 }
 ACTIVATION_AXES = {"x_BTD": ("data", None, None), "logits_BTV": ("data", None, "model")}
 
@@ -57,6 +66,26 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+def _stored(name: str, fsdp: bool) -> tuple[str | None, ...]:
+    """Return the mesh axes of a parameter at rest; name: the last two parts of its path."""
+    return tuple(None if axis == "data" and not fsdp else axis for axis in PARAM_AXES[name])
+
+
+def partition(mesh: Mesh, *, fsdp: bool = True) -> Callable[[str], Partition] | None:
+    """Return how kernels find their layer on the mesh: path → Partition; None for a mesh of one device."""
+    if mesh.size == 1:
+        return None
+
+    def of(path: str) -> Partition:
+        if path not in LINEAR_AXES:
+            raise InputError(f"{path} has no entry in train.sharding.LINEAR_AXES: a kernel needs to know its mesh axes")
+        k, n = _stored(f"{path.split('/')[-1]}/kernel", fsdp)
+        m_axis, k_axis, n_axis = LINEAR_AXES[path]
+        return Partition(mesh, m_axis, k_axis, n_axis, (k, n))
+
+    return of
+
+
 def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, fsdp: bool = True) -> None:
     """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
     data, tensor = mesh.shape["data"], mesh.shape["model"]
@@ -82,6 +111,13 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
         for recipe, _, _ in numerics.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...):
             for gemm, (what, length) in contraction.items():
                 spec = getattr(recipe, gemm)
+                try:
+                    impl, _ = matmul.choose(numerics.impl, spec)
+                except ValueError as error:
+                    raise InputError(f"quant: {path} {gemm}: {error}") from None
+                if gemm != "wgrad" and impl == "triton":  # casts the weights where they lie
+                    at_rest = _stored(f"{path.split('/')[-1]}/kernel", fsdp)[gemm == "dgrad"]
+                    what, length = (f"{what}, fully sharded", length // data) if at_rest == "data" else (what, length)
                 if length % spec.multiple and not spec.pad:
                     raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
 
@@ -93,8 +129,7 @@ def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
         if leaf.ndim == 0 or keys[0] == "history":
             return NamedSharding(mesh, PartitionSpec())
-        axes = PARAM_AXES["/".join(keys[-2:])]
-        axes = tuple(None if a == "data" and not fsdp else a for a in axes)
+        axes = _stored("/".join(keys[-2:]), fsdp)
         return NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - len(axes)), *axes))
 
     return jax.tree_util.tree_map_with_path(place, state)

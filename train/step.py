@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fp4jax import bits
 from fp4jax.dot import roll_history
 from fp4jax.numerics import Context, Numerics, census
-from fp4jax.recipe import GEMMS, Recipe, current_scaling, round_to_nearest
+from fp4jax.ops import matmul
+from fp4jax.recipe import GEMMS, GemmSpec, Recipe, current_scaling, round_to_nearest
 from models import llama
 from train import data, optimizer, sharding
 from train.config import Settings
@@ -95,7 +96,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     """
     tx = optimizer.make_optimizer(settings.optimizer)
     schedule = optimizer.learning_rate(settings.optimizer)
-    model = llama.Llama(settings.model, settings.numerics.dot, sharding.constrain(mesh))
+    numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
+    model = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
     accumulation, seed = settings.train.accumulation, settings.train.seed
 
     def loss_sum(params, history, tokens_BT1, key):
@@ -155,6 +157,13 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     numerics = settings.numerics if stochastic else settings.numerics.map(round_to_nearest)
     numerics = dataclasses.replace(numerics, residuals="operands")  # there is no backward pass
     numerics = numerics.map(lambda recipe: Recipe(fprop=current_scaling(recipe).fprop))
+    fprops = [recipe.fprop for recipe in (numerics.recipe, *(recipe for _, recipe in numerics.rules))]
+    if any(matmul.choose(numerics.impl, spec)[0] == "triton" for spec in fprops) and not _has_tensor_scales(fprops):
+        # Rows do not see each other, and one kernel for all of them is faster than one for each.
+        numerics = dataclasses.replace(numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
+        together = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
+    else:
+        together = None
     model = llama.Llama(settings.model, numerics.dot)
 
     def eval_step(params, tokens_BT1, first_row, step):
@@ -165,9 +174,16 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
             key_row = key._replace(row_offset=row * jnp.uint32(length))
             return model.apply({"params": params}, tokens_T1[None, :-1], tokens_T1[None, 1:], key_row, method="token_losses")[0]
 
+        if together is not None:
+            key = key._replace(row_offset=first_row * jnp.uint32(length))
+            return together.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
         return jax.vmap(one)(tokens_BT1, first_row + jnp.arange(tokens_BT1.shape[0], dtype=jnp.uint32))
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _has_tensor_scales(specs: list[GemmSpec]) -> bool:
+    return any(operand.scale in ("e4m3", "float32") for spec in specs for operand in (spec.lhs, spec.rhs))
 
 
 def val_batches(
@@ -211,7 +227,7 @@ def census_rows(settings: Settings) -> list[dict[str, Any]]:
     dtype = settings.model.dtype
     uncovered = [("layers/*/attn/scores", "q·kᵀ and p·v are not linear layers"), ("embed", "a gather, no GEMM")]
     return rows + [
-        {"module": m, "gemm": g, "lhs": dtype, "rhs": dtype, "rotation": "-", "impl": "lax", "exempt": why}
+        {"module": m, "gemm": g, "lhs": dtype, "rhs": dtype, "rotation": "-", "impl": "lax", "why": "", "exempt": why}
         for m, why in uncovered
         for g in GEMMS
     ]

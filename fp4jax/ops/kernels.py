@@ -2,10 +2,11 @@
 
 A kernel call is opaque to the partitioner, so each runs in a `shard_map` of its own, whose collectives are written out: the
 sum over a contracted axis, the maximum of a tensor scale, the random bits' global rows and columns. Nothing is differentiated
-through them (`fp4jax.dot` has the derivative), and what has to move between two of them, the partitioner moves: the weights
-of a fully sharded layer travel as codes and scales.
+through them (`fp4jax.dot` has the derivative). The weights of a fully sharded layer are quantized where they lie and travel as
+codes and scales.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -92,15 +93,17 @@ def matmul(
     rhs: qtensor.QTensor,
     mesh: Mesh | None,
     axes: tuple[AxisName, AxisName, AxisName],
-    scatter: tuple[AxisName, AxisName] | None = None,
     *,
+    at_rest: tuple[AxisName, AxisName] | None = None,
+    scatter: tuple[AxisName, AxisName] | None = None,
     alpha: float,
     out_dtype,
 ) -> jax.Array:
     """Return lhs [M, K] · rhs [N, K]ᵀ · alpha; axes: the mesh axes of M, N and K.
 
-    The sum over K's axis is taken in float32. scatter: the axes of the result's rows and columns where these are more than
-    (M's, N's): each device then keeps its piece of the sum only.
+    at_rest: the axes of rhs's rows and columns, where these are more than (N's, K's): its codes and scales are gathered, not
+    the values. scatter: the axes of the result's rows and columns, where these are more than (M's, N's): each device then
+    keeps its piece of the sum only. Sums over K's axis are taken in float32.
     """
     from fp4jax.ops import matmul_triton
 
@@ -110,6 +113,10 @@ def matmul(
     partial = jnp.float32 if mesh is not None and k is not None else out_dtype
 
     def local(a_data, a_scale, b_data, b_scale, tensors):
+        for dimension, (now, wanted) in enumerate(zip(at_rest or (n, k), (n, k), strict=True)):
+            if now != wanted:
+                gather = functools.partial(lax.all_gather, axis_name=now, axis=dimension, tiled=True)
+                b_data, b_scale = gather(b_data), gather(b_scale)
         product = matmul_triton.scaled_matmul(
             a_data,
             a_scale,
@@ -135,7 +142,7 @@ def matmul(
     operands = (lhs.data, lhs.scale_bytes, rhs.data, rhs.scale_bytes, tensors)
     if mesh is None:
         return local(*operands)
-    row, col = PartitionSpec(m, k), PartitionSpec(n, k)
+    row, col = PartitionSpec(m, k), PartitionSpec(*(at_rest or (n, k)))
     in_specs = (row, row, col, col, jax.tree.map(lambda _: PartitionSpec(), tensors))
     out_specs = PartitionSpec(*(scatter or (m, n)))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)

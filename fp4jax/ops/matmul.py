@@ -43,7 +43,7 @@ def choose(impl: str, spec: GemmSpec) -> tuple[str, str]:
         raise ValueError("impl='triton' needs a GPU (AMD or NVIDIA) and there is none here: choose 'reference' or 'xla'")
     if impl == "auto" and target is None:
         return "reference", "auto: no GPU"
-    no_xla, no_triton = _why_not_xla(spec), _why_not_triton(spec)
+    no_xla, no_triton = _why_not_xla(spec), _why_not_triton(spec, target)
     if impl == "triton" and not no_triton:
         return "triton", ""
     if impl in ("xla", "triton") and not no_xla and spec.lhs.format not in ("mxfp4", "nvfp4"):
@@ -71,11 +71,11 @@ def _why_not_xla(spec: GemmSpec) -> str:
     return ""
 
 
-def _why_not_triton(spec: GemmSpec) -> str:
+def _why_not_triton(spec: GemmSpec, target: triton_call.Target | None) -> str:
     formats_of = {spec.lhs.format, spec.rhs.format}
     if formats_of not in ({"mxfp4"}, {"nvfp4"}):
         return "there are kernels for MXFP4 and NVFP4 only"
-    return triton_call.current_target().why_not(formats_of.pop())  # pyright: ignore[reportOptionalMemberAccess]
+    return "there is no GPU" if target is None else target.why_not(formats_of.pop())
 
 
 def reference_dot(lhs: Any, rhs: Any, dimension_numbers) -> jax.Array:

@@ -32,6 +32,11 @@ class Target:
     platform: str
     arch: str
 
+    @property
+    def has_fp4(self) -> bool:
+        """Whether there are FP4 matrix units; elsewhere kernels multiply decoded values."""
+        return self.arch != "sm_90"
+
     def why_not(self, fmt: str) -> str:
         """Return why this GPU cannot multiply `fmt` ("mxfp4" or "nvfp4") with the project's kernels, "" when it can."""
         if self.arch not in KERNEL_TARGETS:
