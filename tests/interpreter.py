@@ -10,8 +10,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter as triton_interpreter
+import pytest
 
 from fp4jax.ops import triton_call
 
@@ -77,28 +76,38 @@ def call(kernel, *arrays, out_type, grid, options=None, **constants):
         return list(launch(kernel, args, outputs, grid, constants))
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
-    return jax.tree.unflatten(tree, jax.pure_callback(run, shapes, *arrays))
+    return jax.tree.unflatten(tree, jax.pure_callback(run, shapes, *arrays, vmap_method="sequential"))
 
 
-_create_dot_of_words = triton_interpreter.InterpreterBuilder.create_dot
-
-
-def _create_dot(builder, a, b, d, *rest):
-    """Multiply values: the interpreter of triton 3.9 holds bfloat16 as 16-bit words and multiplies these."""
+def _multiply_values(create_dot):
+    """Return a dot that multiplies values: triton 3.9 holds bfloat16 as 16-bit words here and multiplies these."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
 
     def values(handle):
         if handle.dtype != tl.bfloat16:
             return handle
-        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return triton_interpreter.TensorHandle(data, tl.float32)
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    return _create_dot_of_words(builder, values(a), values(b), d, *rest)
+    return lambda builder, a, b, d, *rest: create_dot(builder, values(a), values(b), d, *rest)
 
 
 @contextlib.contextmanager
 def installed(monkeypatch):
-    """Let every kernel call go through the interpreter, as if on the GPU without FP4 units that kernels are developed on."""
+    """Let every kernel call go through the interpreter, as if on a GPU without FP4 units; on a GPU, leave it alone."""
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
     monkeypatch.setattr(triton_call, "call", call)
-    monkeypatch.setattr(triton_interpreter.InterpreterBuilder, "create_dot", _create_dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _multiply_values(InterpreterBuilder.create_dot))
     with triton_call.assume_target("sm_90"):
         yield
+
+
+def mesh(data: int, model: int) -> jax.sharding.Mesh:
+    """Return a mesh of data × model devices; skips the test where there are fewer."""
+    if jax.device_count() < data * model:
+        pytest.skip(f"needs {data * model} devices")
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp4jax import bits, quantized_dot_general, recipes
 from fp4jax.ops import kernels
@@ -66,10 +66,6 @@ def test_dots_of_one_input_are_quantized_in_one_launch(monkeypatch):
     assert launches.count(w.shape) == 3
 
 
-def mesh_of(data, model):
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
 COLUMN = ("data", None, "model")  # axes of M, K, N
 ROW = ("data", "model", None)
 PARTITIONS = {
@@ -87,7 +83,7 @@ PARTITIONS = {
 def test_every_partition_gives_the_unsharded_result(where, name):
     """The same casts to the bit, sums in another order; a missing psum or a doubled one is off by the axis size."""
     data, model, axes, stored = PARTITIONS[where]
-    mesh = mesh_of(data, model)
+    mesh = interpreter.mesh(data, model)
     recipe = recipes.get(name)
     x, w, dy = operands()
     if where == "data":
@@ -105,7 +101,7 @@ def test_every_partition_gives_the_unsharded_result(where, name):
 def test_a_psum_left_out_is_seen(monkeypatch):
     """The comparison above has teeth: without the sum over the model axis a row-parallel product is one shard's."""
     data, model, axes, stored = PARTITIONS["row"]
-    mesh = mesh_of(data, model)
+    mesh = interpreter.mesh(data, model)
     recipe = recipes.get("mxfp4")
     x, w, dy = operands()
     wanted = value_and_grads(x, w, dy, recipe=recipe, impl="triton")[0]
@@ -115,7 +111,7 @@ def test_a_psum_left_out_is_seen(monkeypatch):
 
 
 def test_shards_that_blocks_would_straddle_raise():
-    mesh = mesh_of(8, 1)
+    mesh = interpreter.mesh(8, 1)
     x, w, _ = operands()  # 16 tokens on each of eight devices
     with pytest.raises(ValueError, match="contraction length 16 is not a multiple of 32"):
         quantized_dot_general(

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from fp4jax.ops import triton_call
+
 MX_BLOCK, NV_BLOCK = 32, 16
 _LIMIT_32 = 2**31
 
@@ -92,7 +94,6 @@ def scaled_matmul(
     alpha: float = 1.0,
     out_dtype=jnp.float32,
     config: TileConfig | None = None,
-    call=None,
 ) -> jax.Array:
     """Return C [M, N] in `out_dtype` (float32 or bfloat16): the product of A and B over their contraction axes.
 
@@ -100,8 +101,8 @@ def scaled_matmul(
     0; b_data: [N, K/2] for b_axis 1, [K/2, N] for 0. a_scale, b_scale: uint8 scale bytes in the same orientation, E8M0 per 32
     elements, or with tensor scales (NVFP4; one float32 each) E4M3 per 16. A NaN scale makes NaN of every output that it
     enters. alpha multiplies the result. target, config: for whom and how to compile, by default `choose_config`'s. Split along
-    K, partial results are summed in a fixed order. call: stands in for `triton_call.call`. Raises ValueError for shapes and
-    types that do not fit together, and for NVFP4 on a target that cannot multiply it.
+    K, partial results are summed in a fixed order. Raises ValueError for shapes and types that do not fit together, and for
+    NVFP4 on a target that cannot multiply it.
     """
     block = _check_formats(a_tensor_scale, b_tensor_scale, target, out_dtype)
     m, k = _check_operand("a", a_data, a_scale, a_axis, block)
@@ -109,11 +110,6 @@ def scaled_matmul(
     if k != k_of_b:
         raise ValueError(f"contraction of {k} elements in a, {k_of_b} in b")
     config = config or choose_config(target, m, n, k)
-    if call is None:
-        from fp4jax.ops import triton_call
-
-        call = triton_call.call
-
     factor = jnp.full((1,), alpha, jnp.float32)
     if a_tensor_scale is not None and b_tensor_scale is not None:
         factor = factor * (a_tensor_scale.reshape(1) * b_tensor_scale.reshape(1))
@@ -122,7 +118,9 @@ def scaled_matmul(
     grid = (triton.cdiv(m, config.tile_m) * triton.cdiv(n, config.tile_n), split)
     constants = kernel_constants(config, m, n, k, a_axis=a_axis, b_axis=b_axis, block=block, target=target)
     arrays = (a_data, a_scale, b_data, b_scale, factor)
-    result = call(scaled_matmul_kernel, *arrays, out_type=out, grid=grid, options=config.options(target), **constants)
+    result = triton_call.call(
+        scaled_matmul_kernel, *arrays, out_type=out, grid=grid, options=config.options(target), **constants
+    )
     return result if split == 1 else jnp.sum(result, axis=0).astype(out_dtype)
 
 

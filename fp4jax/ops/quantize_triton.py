@@ -210,7 +210,8 @@ def _native_mxfp4_tile(x, F: tl.constexpr, K: tl.constexpr, A: tl.constexpr, RUL
     byte = _mx_byte(_bits(amax) & 0x7FFFFFFF, RULE)
     keep = _of_items(tl.where(byte == 255, 0, -1), F, NB)
     even, odd = tl.split(tl.reshape(x, [F, K // 4, 2, 2]))
-    (x0, x2), (x1, x3) = tl.split(even), tl.split(odd)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
     if NATIVE == "gfx950":
         items = tl.inline_asm_elementwise(
             """
