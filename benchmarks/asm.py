@@ -12,8 +12,10 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from fp4jax.ops import aot, matmul_triton
+from fp4jax.ops import aot, matmul_triton, quantize_triton
+from fp4jax.ops.kernels import Cast
 
+QUANTIZED = (8192, 4096)
 EVEN, RAGGED = (4096, 4096, 4096), (4112, 4080, 4128)  # M, N, K that every tile divides, and none
 
 # Cycles of one matrix instruction with FP4 operands by shape: AMD, "Matrix Core Programming on CDNA3 and CDNA4" (ROCm blog).
@@ -29,6 +31,11 @@ class Metrics(NamedTuple):
     spills: int
     program: Counter[str]
     loop: Counter[str]
+
+    @property
+    def vector_instructions(self) -> int:
+        """Vector instructions of the whole program, those of the matrix core aside."""
+        return sum(n for name, n in self.program.items() if name.startswith("v_") and not name.startswith("v_mfma"))
 
     @property
     def others_per_matrix_cycle(self) -> float:
@@ -95,6 +102,24 @@ def compile_matmul(
     large = ("c_ptr",) if 4 * config.split_k * shape[0] * shape[1] >= 2**31 else ()
     options = config.options(target)
     return aot.compile_kernel(matmul_triton.scaled_matmul_kernel, pointers, constants, target, options, large=large)
+
+
+def compile_quantize(
+    target: str, row: Cast | None, col: Cast | None, *, shape=QUANTIZED, native=True, dtype="bf16", tile=None
+) -> aot.Compiled:
+    """Compile the quantize kernel for `target` as `quantize_triton.quantize` launches it; dtype: Triton's name of x's type."""
+    floats = ("x_ptr", "row_matrix_ptr", "col_matrix_ptr")
+    words = {"row_key_ptr": "*u32", "col_key_ptr": "*u32", "row_tensor_ptr": "*fp32", "col_tensor_ptr": "*fp32"}
+    outputs = ("row_data_ptr", "row_scale_ptr", "col_data_ptr", "col_scale_ptr")
+    pointers = {**dict.fromkeys(floats, f"*{dtype}"), **words, **dict.fromkeys(outputs, "*u8")}
+    constants, _, options = quantize_triton.launch_plan(shape, (row, col), target, native=native, tile=tile)
+    return aot.compile_kernel(quantize_triton.quantize_kernel, pointers, constants, target, options)
+
+
+def matrix_instruction(ptx: str) -> str:
+    """Return the kind of matrix instruction in a PTX program, "" without one."""
+    match = re.search(r"tcgen05\.mma\S*|wgmma\.mma_async\S*|mma\.sync\S*", ptx)
+    return match[0] if match else ""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks import asm, timing
 from fp4jax import OperandSpec
-from fp4jax.ops import kernels, matmul, matmul_triton, quantize, triton_call
+from fp4jax.ops import kernels, matmul, matmul_triton, quantize, quantize_triton, triton_call
 
 # Dense peaks by the vendors' data sheets, sparsity not counted: bytes/s of HBM, FLOP/s of BF16 and of FP4 (Hopper: none).
 PEAKS = {"gfx950": (8.0e12, 2.5e15, 10.1e15), "sm_100": (8.0e12, 2.25e15, 9.0e15), "sm_90": (4.8e12, 0.989e15, 0.989e15)}
@@ -36,9 +36,8 @@ def print_quantize_times(rounds: int, target: triton_call.Target) -> None:
     moved = {"copy": 4.0}
     for (name, size), (row, col) in itertools.product(CASTS.items(), ((1, 0), (0, 1), (1, 1))):
         cast = kernels.Cast(OperandSpec("mxfp4"), size=size)
-        run = jax.jit(
-            lambda x, row=row and cast, col=col and cast: kernels.quantize(x, row or None, col or None, (None,) * 2, None)
-        )
+        casts = (cast if row else None, cast if col else None)
+        run = jax.jit(lambda x, casts=casts: kernels.quantize(x, *casts, (None, None), None))
         label = f"{name}, {'both' if row and col else 'rows' if row else 'columns'}"
         functions[label], moved[label] = functools.partial(run, x), 2 + (row + col) * (1 / 2 + 1 / 32)
     seconds = timing.interleave(functions, rounds=rounds)
@@ -54,7 +53,7 @@ def print_matmul_times(rounds: int, target: triton_call.Target) -> None:
     for m, n, k in SHAPES:
         a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((m, k), (n, k))))
         qa, qb = (quantize.quantize(x, spec, 1) for x in (a, b))
-        triton = jax.jit(lambda a, b: kernels.matmul(a, b, None, (None,) * 3, alpha=1.0, out_dtype=jnp.bfloat16))
+        triton = jax.jit(lambda a, b: kernels.matmul(a, b, None, (None, None, None), alpha=1.0, out_dtype=jnp.bfloat16))
         xla = jax.jit(lambda a, b: matmul.xla_dot(a, b, (((1,), (1,)), ((), ()))).astype(jnp.bfloat16))
         plain = jax.jit(lambda a, b: jnp.dot(a, b.T))
         calls = {"bf16": (plain, a, b), "mxfp4 triton": (triton, qa, qb), "mxfp4 xla": (xla, qa, qb)}
@@ -69,14 +68,21 @@ def print_matmul_times(rounds: int, target: triton_call.Target) -> None:
 
 def print_machine_code() -> None:
     """Print what the quantizer's and the GEMM's machine code says for every GPU."""
-    print("quantize, bfloat16     target  path      VGPRs  spills  vector instructions per element")
-    for (name, size), native, orientation in itertools.product(CASTS.items(), (True, False), ("rows", "columns", "both")):
-        found, elements = asm.quantize_metrics("gfx950", size=size, native=native, orientation=orientation)
-        path = "native" if native else "portable"
-        per_element = found.vector_instructions / elements
-        print(
-            f"{name + ', ' + orientation:22} gfx950  {path:8} {found.vgprs:6} {found.spills:7} {per_element:8.1f}", flush=True
+    print(f"quantize, bfloat16 {list(asm.QUANTIZED)}  target  path      VGPRs  spills     LDS  vector instructions per element")
+    for size, native, rows, columns in itertools.product(CASTS.values(), (True, False), (True, False), (True, False)):
+        cast = kernels.Cast(OperandSpec("mxfp4"), size=size)
+        if not (rows or columns):
+            continue
+        casts = (cast if rows else None, cast if columns else None)
+        compiled = asm.compile_quantize("gfx950", *casts, native=native)
+        found, (plan, _, options) = (
+            asm.metrics(compiled.asm["amdgcn"]),
+            quantize_triton.launch_plan(asm.QUANTIZED, casts, "gfx950", native=native),
         )
+        elements = plan["BR"] * plan["BC"] / (64 * options["num_warps"])
+        name = f"{'H16' if size else 'no rotation'}, {'both' if rows and columns else 'rows' if rows else 'columns'}"
+        row = f"{found.vgprs:6} {found.spills:7} {compiled.shared_bytes:7} {found.vector_instructions / elements:8.1f}"
+        print(f"{name:32}  gfx950  {'native' if native else 'portable':8} {row}", flush=True)
     print("\nGEMM, contraction last  target  tile          VGPRs  spills     LDS  others per matrix cycle")
     for config in matmul_triton.CONFIGS["gfx950"]:
         compiled = asm.compile_matmul("gfx950", config, asm.EVEN)

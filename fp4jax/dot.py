@@ -13,6 +13,7 @@ Any dimension numbers are brought to this 2-D form: several contracting axes are
 into M and of rhs into N, in the order lax.dot_general returns them; batch axes are mapped (each with its own draws).
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -82,7 +83,8 @@ def quantized_dot_general(
     key = None if key is None else bits.as_key(key)
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)  # refuses what lax refuses
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    check_gemms(recipe, contraction_lengths(lhs, rhs, dimension_numbers))
+    lengths = contraction_lengths(lhs, rhs, dimension_numbers)
+    check_gemms(recipe, lengths)
     if recipe.needs_history and dimension_numbers[1][0]:
         raise ValueError("delayed scaling does not apply to a dot with batch axes")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -92,10 +94,10 @@ def quantized_dot_general(
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, _size(lhs, lhs_free), k)
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
 
-    impls = {gemm: matmul.choose(impl, getattr(recipe, gemm))[0] for gemm in GEMMS}
+    impls = {gemm: matmul.choose(impl, getattr(recipe, gemm), ragged=ragged(recipe, gemm, lengths))[0] for gemm in GEMMS}
+    if partition is not None and batch and "triton" in impls.values():
+        raise ValueError("a partition does not apply to a dot with batch axes")
     how = _How(recipe, impls, precision, jnp.dtype(out_dtype), residuals, partition)
-    if "triton" in impls.values():
-        _check_kernels(how, contraction_lengths(lhs, rhs, dimension_numbers), batch)
     name = None if batch or shared is None else (shared, lhs, tuple(lhs_contract))
 
     def dot(x_MK, w_KN, key, history):
@@ -134,13 +136,16 @@ def check_gemms(recipe: Recipe, lengths: dict[str, int]) -> None:
             raise ValueError(f"{gemm}: {reason} ({getattr(recipe, gemm)}); set {gemm}.pad=True to pad it with zeros")
 
 
-def misfit(recipe: Recipe, gemm: str, lengths: dict[str, int], *, padded: bool = True) -> str:
-    """Return why a GEMM cannot run on these `contraction_lengths`, "" when it can: its own, and those across square blocks.
-
-    padded: whether a GEMM that pads fits always.
-    """
+def ragged(recipe: Recipe, gemm: str, lengths: dict[str, int]) -> bool:
+    """Return whether a GEMM has to pad these lengths."""
     spec: GemmSpec = getattr(recipe, gemm)
-    if spec.pad and padded:
+    return spec.pad and bool(misfit(dataclasses.replace(recipe, **{gemm: dataclasses.replace(spec, pad=False)}), gemm, lengths))
+
+
+def misfit(recipe: Recipe, gemm: str, lengths: dict[str, int]) -> str:
+    """Return why a GEMM cannot run on these `contraction_lengths`, "" when it can: its own, and those across square blocks."""
+    spec: GemmSpec = getattr(recipe, gemm)
+    if spec.pad:
         return ""
     if lengths[gemm] % spec.multiple:
         return f"contraction length {lengths[gemm]} is not a multiple of {spec.multiple}"
@@ -185,15 +190,6 @@ class _How(NamedTuple):
 _ROW_GEMM = {"x": "fprop", "w": "dgrad", "dy": "dgrad"}
 _COL_GEMM = {"x": "wgrad", "w": "fprop", "dy": "wgrad"}
 _Ready = dict[tuple[str, int], qtensor.QTensor]  # by GEMM and operand
-
-
-def _check_kernels(how: _How, lengths: dict[str, int], batch: tuple[int, ...]) -> None:
-    for gemm, impl in how.impls.items():
-        spec = how.spec(gemm)
-        if impl == "triton" and spec.pad and misfit(how.recipe, gemm, lengths, padded=False):
-            raise ValueError(f"{gemm}: pad=True does not apply to kernels: choose impl='reference' or 'xla' for ragged lengths")
-    if how.partition is not None and batch:
-        raise ValueError("a partition does not apply to a dot with batch axes")
 
 
 def _quantize_early(how: _How, x_MK, w_KN, key: bits.Key | None, name: tuple | None) -> _Ready:

@@ -149,7 +149,8 @@ class Numerics:
         def one(choice, lhs, rhs, dimension_numbers, precision, preferred_element_type):
             recipe, reason, layers = choice
             recipe, reasons = self._fit(recipe, reason, lhs, rhs, dimension_numbers)
-            self._report(_module(path, layer, layers, len(choices)), recipe, reasons)
+            lengths = dot.contraction_lengths(lhs, rhs, dimension_numbers)
+            self._report(_module(path, layer, layers, len(choices)), recipe, reasons, lengths)
             if recipe.is_plain:
                 return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
             return dot.quantized_dot_general(
@@ -198,12 +199,12 @@ class Numerics:
                     reasons[gemm] = f"casts the input: fprop's {misfits['fprop']}"
         return dataclasses.replace(recipe, **changes), reasons
 
-    def _report(self, module: str, recipe: Recipe, reasons: dict[str, str]) -> None:
+    def _report(self, module: str, recipe: Recipe, reasons: dict[str, str], lengths: dict[str, int]) -> None:
         if self.observe is None:
             return
         for gemm in GEMMS:
             spec: GemmSpec = getattr(recipe, gemm)
-            impl, why = matmul.choose(self.impl, spec)
+            impl, why = matmul.choose(self.impl, spec, ragged=dot.ragged(recipe, gemm, lengths))
             self.observe(
                 {
                     "module": module,

@@ -146,6 +146,17 @@ def test_a_named_implementation_works_or_raises():
         matmul.choose("triton", GemmSpec(MX, MX))
 
 
+def test_ragged_lengths_are_padded_by_xla_where_auto_may_choose_and_refused_to_kernels():
+    padded = Recipe(*[GemmSpec(MX, MX, pad=True)] * 3)
+    x, w = jnp.ones((64, 40)), jnp.ones((40, 96))
+    run = lambda impl: quantized_dot_general(x, w, DN, recipe=padded, impl=impl)  # noqa: E731
+    with triton_call.assume_target("gfx950"):
+        assert matmul.choose("auto", padded.fprop, ragged=True) == ("xla", "auto: kernels do not pad ragged lengths")
+        np.testing.assert_array_equal(run("auto"), run("reference"))
+        with pytest.raises(ValueError, match="kernels do not pad ragged lengths"):
+            run("triton")
+
+
 def lowered_llama3_8b(recipe="mxfp4_h16", arch="gfx950"):
     """Return the text of the whole train step of llama3_8b for a mesh of 8, and its census."""
     c = llama3.get_config(f"8b,{recipe}")

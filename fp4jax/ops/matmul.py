@@ -27,11 +27,12 @@ def check_impl(impl: str) -> None:
         raise ValueError(f"unknown {impl=}: choose from {list(IMPLS)}")
 
 
-def choose(impl: str, spec: GemmSpec) -> tuple[str, str]:
+def choose(impl: str, spec: GemmSpec, *, ragged: bool = False) -> tuple[str, str]:
     """Return (what runs one GEMM: "lax", "reference", "xla" or "triton"; why, where it is not what was named).
 
-    A GEMM that the recipe leaves plain is a `lax.dot_general`. Raises ValueError when the named implementation cannot run it
-    here; "auto" takes the reference on a CPU, and on a GPU the first of triton, xla and reference that can.
+    ragged: whether its lengths have to be padded, which kernels do not do. A GEMM that the recipe leaves plain is a
+    `lax.dot_general`. "auto" takes the reference on a CPU, and on a GPU the first of triton, xla and reference that can. Raises
+    ValueError when the named implementation cannot run the GEMM here.
     """
     check_impl(impl)
     if spec.is_plain:
@@ -43,7 +44,7 @@ def choose(impl: str, spec: GemmSpec) -> tuple[str, str]:
         raise ValueError("impl='triton' needs a GPU (AMD or NVIDIA) and there is none here: choose 'reference' or 'xla'")
     if impl == "auto" and target is None:
         return "reference", "auto: no GPU"
-    no_xla, no_triton = _why_not_xla(spec), _why_not_triton(spec, target)
+    no_xla, no_triton = _why_not_xla(spec), _why_not_triton(spec, target, ragged)
     if impl == "triton" and not no_triton:
         return "triton", ""
     if impl in ("xla", "triton") and not no_xla and spec.lhs.format not in ("mxfp4", "nvfp4"):
@@ -71,7 +72,9 @@ def _why_not_xla(spec: GemmSpec) -> str:
     return ""
 
 
-def _why_not_triton(spec: GemmSpec, target: triton_call.Target | None) -> str:
+def _why_not_triton(spec: GemmSpec, target: triton_call.Target | None, ragged: bool) -> str:
+    if ragged:
+        return "kernels do not pad ragged lengths"
     formats_of = {spec.lhs.format, spec.rhs.format}
     if formats_of not in ({"mxfp4"}, {"nvfp4"}):
         return "there are kernels for MXFP4 and NVFP4 only"

@@ -13,6 +13,7 @@ of the matrix unit, so rotated values may differ from the reference in the last 
 import functools
 import logging
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,16 +171,21 @@ def _per_element(x, F: tl.constexpr, NB: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _mx_byte(amax, RULE: tl.constexpr):
-    """Return the E8M0 byte (int32) of a block's largest magnitude (its bits), see `scales.mx_scale_byte`."""
+def _mx_unit(amax, RULE: tl.constexpr):
+    """Return int32 bits whose exponent is the scale's, for a block's largest magnitude (its bits) where that is finite."""
     if RULE == "even":
         carry: tl.constexpr = 0x200000
     elif RULE == "ceil":
         carry: tl.constexpr = 0x3FFFFF
     else:
         carry: tl.constexpr = 0
-    byte = tl.minimum(tl.maximum(((amax + carry) >> 23) - 2, 1), 254)
-    byte = tl.where(amax < 0x00800000, 127, byte)
+    return tl.maximum(amax + (carry - (2 << 23)), 1 << 23)
+
+
+@triton.jit
+def _mx_byte(amax, RULE: tl.constexpr):
+    """Return the E8M0 byte (int32) of a block's largest magnitude (its bits), see `scales.mx_scale_byte`."""
+    byte = tl.where(amax < 0x00800000, 127, _mx_unit(amax, RULE) >> 23)
     return tl.where(amax >= 0x7F800000, 255, byte)
 
 
@@ -196,37 +202,45 @@ def _nan_max(a, b):
 
 @triton.jit
 def _gfx950_flush(x):
-    """Replace subnormals by zeros: any float32 operation does, in a kernel compiled with allow_flush_denorm."""
-    return tl.inline_asm_elementwise("v_max_f32 $0, $1, $1", "=v,v", [x], tl.float32, is_pure=True, pack=1)
+    """Replace subnormals by zeros: any float32 operation does, in a kernel compiled with allow_flush_denorm.
+
+    The factor is a 1 that the compiler does not see, or it would drop the product, of which the GPU does two at a time.
+    """
+    return x * tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [1.0], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _native_mxfp4_tile(x, F: tl.constexpr, K: tl.constexpr, A: tl.constexpr, RULE: tl.constexpr, NATIVE: tl.constexpr):
     """Return (four packed codes per item [F, K/4] int16, E8M0 bytes [F, K/32]) by the target's own conversion, to nearest."""
     NB: tl.constexpr = K // 32
-    amax = tl.reduce(tl.reshape(tl.abs(x), [F, NB, 32]), 2, _nan_max)
+    amax = tl.reduce(tl.reshape(tl.abs(x), [F, NB, 4, 8]), 3, _nan_max)  # in a lane; the rest across lanes, as integers
+    amax = tl.max(_bits(amax) & 0x7FFFFFFF, 2)
     if A > 1:
-        amax = _spread(tl.reduce(tl.reshape(amax, [F // A, A, NB]), 1, _nan_max), F, NB, A)
-    byte = _mx_byte(_bits(amax) & 0x7FFFFFFF, RULE)
-    keep = _of_items(tl.where(byte == 255, 0, -1), F, NB)
+        amax = _spread(tl.max(tl.reshape(amax, [F // A, A, NB]), 1), F, NB, A)
+    unit = _mx_unit(amax, RULE) & 0x7F800000
+    keep = _of_items(tl.where(amax >= 0x7F800000, 0, -1).to(tl.int16), F, NB)  # a word's two items may be of two blocks
     even, odd = tl.split(tl.reshape(x, [F, K // 4, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
-    if NATIVE == "gfx950":
+    if NATIVE == "gfx950":  # two words in turn: a byte of a word must not be written right after another of its bytes
         items = tl.inline_asm_elementwise(
             """
-            v_mov_b32 $0, 0
-            v_cvt_scalef32_pk_fp4_f32 $0, $1, $3, $9
-            v_cvt_scalef32_pk_fp4_f32 $0, $5, $7, $9 op_sel:[0,0,1,0]
-            v_cvt_scalef32_pk_fp4_f32 $0, $2, $4, $10 op_sel:[0,0,0,1]
-            v_cvt_scalef32_pk_fp4_f32 $0, $6, $8, $10 op_sel:[0,0,1,1]
-            v_and_b32 $0, $0, $11
+            v_cvt_scalef32_pk_fp4_f32 $0, $2, $6, $18
+            v_cvt_scalef32_pk_fp4_f32 $1, $4, $8, $20
+            v_cvt_scalef32_pk_fp4_f32 $0, $10, $14, $18 op_sel:[0,0,1,0]
+            v_cvt_scalef32_pk_fp4_f32 $1, $12, $16, $20 op_sel:[0,0,1,0]
+            v_cvt_scalef32_pk_fp4_f32 $0, $3, $7, $19 op_sel:[0,0,0,1]
+            v_cvt_scalef32_pk_fp4_f32 $1, $5, $9, $21 op_sel:[0,0,0,1]
+            v_cvt_scalef32_pk_fp4_f32 $0, $11, $15, $19 op_sel:[0,0,1,1]
+            v_cvt_scalef32_pk_fp4_f32 $1, $13, $17, $21 op_sel:[0,0,1,1]
+            v_and_b32 $0, $0, $22
+            v_and_b32 $1, $1, $23
             """,
-            "=&v,v,v,v,v,v,v,v,v,v,v,v,v",
-            [x0, x1, x2, x3, _of_items(_float(tl.minimum(byte, 254) << 23), F, NB), keep],
+            "=&v,=&v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v,v",
+            [x0, x1, x2, x3, _of_items(_float(unit), F, NB), keep],
             dtype=tl.int16,
             is_pure=True,
-            pack=2,
+            pack=4,
         )
     else:
         items = tl.inline_asm_elementwise(
@@ -251,13 +265,13 @@ def _native_mxfp4_tile(x, F: tl.constexpr, K: tl.constexpr, A: tl.constexpr, RUL
             and.b32 $0, w, $11;
             }
             """,
-            "=r,f,f,f,f,f,f,f,f,f,f,r,r",
-            [x0, x1, x2, x3, _of_items(_float((254 - tl.minimum(byte, 253)) << 23), F, NB), keep],
+            "=r,f,f,f,f,f,f,f,f,f,f,r",
+            [x0, x1, x2, x3, _of_items(_float((254 << 23) - unit), F, NB), keep],
             dtype=tl.int16,
             is_pure=True,
             pack=2,
         )
-    return items, byte
+    return items, _mx_byte(amax, RULE)
 
 
 @triton.jit
@@ -376,12 +390,24 @@ def _nvfp4_tile(
 
 
 @triton.jit
-def _rotate(x, matrix_ptr, F: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Multiply every SIZE elements along K by the matrix [SIZE, SIZE] of ±1 (and 0) and then by NORM."""
+def _rotate(x, matrix_ptr, F: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Multiply every SIZE elements along K by the matrix [SIZE, SIZE] of ±1 (and 0) and then by NORM.
+
+    Of 32 columns of a product, a lane of a matrix core holds four runs of four, a distance of 8 apart. They are computed in
+    the order that makes these one run of 16, so that two lanes share an MX block, and the codes of a lane are contiguous.
+    """
     if SIZE > 0:
-        entry = tl.arange(0, SIZE)
-        matrix = tl.load(matrix_ptr + entry[:, None] * SIZE + entry[None, :]).to(x.dtype)
-        x = tl.dot(tl.reshape(x, [F * (K // SIZE), SIZE]), matrix, input_precision="ieee")
+        G: tl.constexpr = K // SIZE
+        row, place = tl.arange(0, SIZE), tl.arange(0, SIZE)
+        column = (place & (SIZE - 32)) | ((place & 4) << 2) | ((place & 24) >> 1) | (place & 3)
+        matrix = tl.load(matrix_ptr + row[:, None] * SIZE + column[None, :])
+        x = tl.reshape(x, [F, G, SIZE])
+        if COLUMNS:  # neighbouring lanes then take neighbouring columns of the tile, as it was loaded
+            x = tl.permute(x, [1, 0, 2])
+        x = tl.dot(tl.reshape(x, [F * G, SIZE]), matrix, input_precision="ieee")
+        x = tl.permute(tl.reshape(x, [F * G * (SIZE // 32), 4, 2, 4]), [0, 2, 1, 3])
+        if COLUMNS:
+            x = tl.permute(tl.reshape(x, [G, F, SIZE]), [1, 0, 2])
         x = tl.reshape(x, [F, K]) * NORM
     return x.to(tl.float32)
 
@@ -406,29 +432,37 @@ def _write(
     COLUMNS: tl.constexpr,
 ):
     """Quantize tile x [F, K]; store codes [FREE, LENGTH / 2] and scale bytes [FREE, LENGTH / block] from (free0, k0) on."""
-    BLOCK: tl.constexpr = 32 if CAST[0] == "mxfp4" else 16
-    x = _rotate(x, matrix_ptr, F, K, CAST[5], CAST[6])
-    if CAST[7] != "":
-        if CAST[7] == "gfx950" and CAST[5] == 0:
-            x = _gfx950_flush(x)
-        elif CAST[7] != "gfx950":
+    FORMAT: tl.constexpr = CAST[0]
+    ACROSS: tl.constexpr = CAST[1]
+    RULE: tl.constexpr = CAST[2]
+    STOCHASTIC: tl.constexpr = CAST[3]
+    DRAWS: tl.constexpr = CAST[4]
+    SIZE: tl.constexpr = CAST[5]
+    NORM: tl.constexpr = CAST[6]
+    NATIVE: tl.constexpr = CAST[7]
+    BLOCK: tl.constexpr = 32 if FORMAT == "mxfp4" else 16
+    x = _rotate(x, matrix_ptr, F, K, SIZE, NORM, COLUMNS)
+    if NATIVE != "":
+        if NATIVE == "gfx950":
+            if SIZE == 0:  # a rotation's last multiplication has flushed
+                x = _gfx950_flush(x)
+        else:
             x = _flush(x)
-        data, scale = _native_mxfp4_tile(x, F, K, CAST[1], CAST[2], CAST[7])
+        data, scale = _native_mxfp4_tile(x, F, K, ACROSS, RULE, NATIVE)
+        data_ptr = data_ptr.to(tl.pointer_type(tl.int16))
     else:
         x = _flush(x)
         words = tl.zeros([F, K], tl.uint32)
-        if CAST[4]:
+        if DRAWS:
             words = _random_words(key_ptr, rows, cols)
-        if CAST[0] == "mxfp4":
-            code, scale = _mxfp4_tile(x, words, F, K, CAST[1], CAST[2], CAST[3], COLUMNS)
+        if FORMAT == "mxfp4":
+            code, scale = _mxfp4_tile(x, words, F, K, ACROSS, RULE, STOCHASTIC, COLUMNS)
         else:
-            code, scale = _nvfp4_tile(x, words, tl.load(tensor_ptr), F, K, CAST[1], CAST[2], CAST[3], COLUMNS)
+            code, scale = _nvfp4_tile(x, words, tl.load(tensor_ptr), F, K, ACROSS, RULE, STOCHASTIC, COLUMNS)
         low, high = tl.split(tl.reshape(code, [F, K // 2, 2]))
         data = (low | (high << 4)).to(tl.uint8)
     EVEN: tl.constexpr = FREE % F == 0 and LENGTH % K == 0  # no masks, and so wide stores
     PER: tl.constexpr = K // data.shape[1]  # elements per stored item
-    if CAST[7] != "":
-        data_ptr = data_ptr.to(tl.pointer_type(tl.int16))
     row = tl.arange(0, F)[:, None]
     item, block = tl.arange(0, K // PER)[None, :], tl.arange(0, K // BLOCK)[None, :]
     data_ptr += free0.to(tl.int64) * (LENGTH // PER) + k0 // PER
@@ -444,15 +478,22 @@ def _write(
 
 
 @triton.jit
-def _load_tile(x_ptr, r0, c0, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Return the tile [BR, BC] of x [R, C] at (r0, c0), zeros outside."""
-    r, c = tl.arange(0, BR)[:, None], tl.arange(0, BC)[None, :]
+def _load_tile(x_ptr, r0, c0, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, LANE: tl.constexpr):
+    """Return the tile [BR, BC] of x [R, C] at (r0, c0), zeros outside.
+
+    It is loaded as [RUN, BR / RUN, BC], of which a lane holds the whole first axis and 16 bytes of the last, 16·8
+    elements of bfloat16 on the native path: its part of a block is contiguous along either axis, and only maxima and results
+    move between lanes.
+    """
+    RUN: tl.constexpr = LANE // 8
+    r = tl.arange(0, RUN)[:, None, None] + tl.arange(0, BR // RUN)[None, :, None] * RUN
+    c = tl.arange(0, BC)[None, None, :]
     x_ptr += r0.to(tl.int64) * C + c0
     if R % BR == 0 and C % BC == 0:
         x = tl.load(x_ptr + r * C + c)
     else:
         x = tl.load(x_ptr + r * C + c, (r0 + r < R) & (c0 + c < C), other=0.0)
-    return x
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [BR, BC])
 
 
 @triton.jit
@@ -472,12 +513,13 @@ def quantize_kernel(
     C: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    LANE: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
     """Quantize x [R, C] along C (ROW) and along R (COL), each None or the tuple that `_static` makes of a cast."""
     r0, c0 = tl.program_id(0) * BR, tl.program_id(1) * BC
-    x = _load_tile(x_ptr, r0, c0, R, C, BR, BC)
+    x = _load_tile(x_ptr, r0, c0, R, C, BR, BC, LANE)
     if ROW is not None:
         _write(
             x, row_key_ptr, row_matrix_ptr, row_tensor_ptr, row_data_ptr, row_scale_ptr,
@@ -501,18 +543,42 @@ def amax_kernel(
     C: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    LANE: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
     """Store the largest magnitude, as float32 bits, of each tile of x [R, C], rotated along C and along R: int32 [tiles, 2]."""
     r0, c0 = tl.program_id(0) * BR, tl.program_id(1) * BC
-    x = _load_tile(x_ptr, r0, c0, R, C, BR, BC)
+    x = _load_tile(x_ptr, r0, c0, R, C, BR, BC, LANE)
     out_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2
     if ROW is not None:
-        tl.store(out_ptr, tl.max(tl.max(_bits(_rotate(x, row_matrix_ptr, BR, BC, ROW[5], ROW[6])) & 0x7FFFFFFF, 1), 0))
+        rotated = _rotate(x, row_matrix_ptr, BR, BC, ROW[5], ROW[6], False)
+        tl.store(out_ptr, tl.max(tl.max(_bits(rotated) & 0x7FFFFFFF, 1), 0))
     if COL is not None:
-        xt = tl.trans(x)
-        tl.store(out_ptr + 1, tl.max(tl.max(_bits(_rotate(xt, col_matrix_ptr, BC, BR, COL[5], COL[6])) & 0x7FFFFFFF, 1), 0))
+        rotated = _rotate(tl.trans(x), col_matrix_ptr, BC, BR, COL[5], COL[6], True)
+        tl.store(out_ptr + 1, tl.max(tl.max(_bits(rotated) & 0x7FFFFFFF, 1), 0))
+
+
+def launch_plan(
+    shape: tuple[int, int],
+    casts: tuple[Cast | None, Cast | None],
+    arch: str,
+    *,
+    native: bool,
+    tile: tuple[int, int] | None = None,
+) -> tuple[dict[str, Any], tuple[int, int], dict[str, Any]]:
+    """Return (compile-time arguments, grid, compiler options) of both kernels for x of `shape` and its casts on `arch`."""
+    own = arch if native and arch in NATIVE_TARGETS else ""
+    statics = [_static(cast, own) for cast in casts]
+    light = own != "" and all(static is None or static[7] for static in statics)
+    lane = 128 if light else 32  # elements per lane: the portable path needs more registers for each
+    R, C = shape
+    BR, BC = (
+        _fit(size, wanted, casts) for size, wanted in zip(shape, tile or ((128, 256) if light else (64, 128)), strict=True)
+    )
+    constants = {"R": R, "C": C, "BR": BR, "BC": BC, "LANE": lane, "ROW": statics[0], "COL": statics[1]}
+    options = {"num_warps": _warps(BR * BC // lane, arch), **({"allow_flush_denorm": True} if own == "gfx950" else {})}
+    return constants, (triton.cdiv(R, BR), triton.cdiv(C, BC)), options
 
 
 def _static(cast: Cast | None, native: str) -> tuple | None:
@@ -527,16 +593,16 @@ def _static(cast: Cast | None, native: str) -> tuple | None:
 
 
 def _matrix_size(cast: Cast) -> int:
-    return max(cast.size, 16) if cast.size else 0  # a matrix unit wants at least 16
+    return max(cast.size, 32) if cast.size else 0  # one row of the product for every MX block at least
 
 
-def _matrix(cast: Cast | None) -> jax.Array:
-    """Return D·H, ±1 in float32, block-diagonal where H is smaller than 16; something small without a rotation."""
+def _matrix(cast: Cast | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return D·H, ±1, block-diagonal where H is smaller than 32; something small without a rotation."""
     if cast is None or not cast.size:
-        return jnp.zeros((1,), jnp.float32)
+        return jnp.zeros((1,), dtype)
     h = jnp.asarray(rotation.hadamard_matrix(cast.size))
     h = h if cast.signs is None else cast.signs[:, None] * h
-    return jnp.kron(jnp.eye(_matrix_size(cast) // cast.size, dtype=jnp.float32), h)
+    return jnp.kron(jnp.eye(_matrix_size(cast) // cast.size, dtype=dtype), h.astype(dtype))
 
 
 def _key_words(cast: Cast | None) -> jax.Array:
@@ -561,17 +627,17 @@ def quantize(
     row: Cast | None,
     col: Cast | None,
     *,
-    tile: tuple[int, int] = (64, 256),
+    tile: tuple[int, int] | None = None,
     native: bool | None = None,
     reduce_amax=lambda amax: amax,
 ) -> tuple[qtensor.QTensor | None, qtensor.QTensor | None]:
     """Quantize x [R, C] (float32, bfloat16 or float16) along C by `row` and along R by `col`, with one read of x.
 
     Returns (QTensor of x [R, C] with axis 1, QTensor of xᵀ [C, R] with axis 1), None for a cast not asked for. Scales stand
-    for one row each, those of square blocks repeated. tile: rows and columns per program. native: whether MXFP4 to nearest uses
-    the GPU's own conversion; by default where the device has one and has passed `check_native`. reduce_amax: takes the
-    float32[2] maxima of this shard to those of the whole tensor (nvfp4). Raises ValueError for a format or length that the
-    kernel does not take.
+    for one row each, those of square blocks repeated. tile: rows and columns per program, a default if None. native: whether
+    MXFP4 to nearest uses the GPU's own conversion; by default where the device has one and has passed `check_native`.
+    reduce_amax: takes the float32[2] maxima of this shard to those of the whole tensor (nvfp4). Raises ValueError for a format
+    or length that the kernel does not take.
     """
     R, C = x.shape
     casts, lengths = (row, col), (C, R)
@@ -580,13 +646,9 @@ def quantize(
             check_cast(cast, length)
     target = triton_call.current_target()
     arch = "" if target is None else target.arch
-    own = arch if (native if native is not None else native_passes(arch)) else ""
-    BR, BC = (_fit(size, tile[i], casts) for i, size in enumerate((R, C)))
-    grid = (triton.cdiv(R, BR), triton.cdiv(C, BC))
-    options = {"num_warps": 4, **({"allow_flush_denorm": True} if own == "gfx950" else {})}
-    statics = [_static(cast, own) for cast in casts]
-    constants = {"R": R, "C": C, "BR": BR, "BC": BC, "ROW": statics[0], "COL": statics[1]}
-    matrices = [_matrix(cast) for cast in casts]
+    native = native_passes(arch) if native is None else native
+    constants, grid, options = launch_plan((R, C), casts, arch, native=native, tile=tile)
+    matrices = [_matrix(cast, x.dtype) for cast in casts]
     tensors = [jnp.zeros((1,), jnp.float32)] * 2
     if any(cast is not None and cast.spec.format == "nvfp4" for cast in casts):
         tiles = jax.ShapeDtypeStruct((grid[0] * grid[1], 2), jnp.int32)
@@ -631,22 +693,32 @@ def native_passes(arch: str) -> bool:
 
 
 def check_native() -> bool:
-    """Compare the two paths on every bfloat16 value, in order and shuffled, in both orientations, for every rule."""
+    """Compare the paths in both orientations: every bfloat16 value, in order and shuffled, for every rule; rotated; float32."""
     patterns = np.arange(65536, dtype=np.uint32)
     shuffled = (patterns * 40503) % 65536
     shuffled = np.where(shuffled & 0x7F80 == 0x7F80, 0, shuffled)  # no NaN or Inf, which would take their blocks along
-    for bits in (patterns, shuffled):
-        x = lax.bitcast_convert_type(jnp.asarray(bits.astype(np.uint16).reshape(256, 256)), jnp.bfloat16)
-        for rule in ("floor", "even", "ceil"):
-            cast = Cast(OperandSpec("mxfp4", scale_rule=rule))
-            one, other = (jax.tree.leaves(quantize(x, cast, cast, native=native)) for native in (True, False))
-            if any(np.asarray(a != b).any() for a, b in zip(map(_as_bytes, one), map(_as_bytes, other), strict=True)):
-                return False
+    ordered, mixed = (
+        lax.bitcast_convert_type(jnp.asarray(bits.astype(np.uint16).reshape(256, 256)), jnp.bfloat16)
+        for bits in (patterns, shuffled)
+    )
+    wide = jnp.asarray(np.random.default_rng(0).standard_normal((256, 256)), jnp.float32).at[3, 40].set(jnp.nan)
+    plain = [Cast(OperandSpec("mxfp4", scale_rule=rule)) for rule in ("floor", "even", "ceil")]
+    cases = [(x, cast) for x in (ordered, mixed) for cast in plain]
+    cases += [(x, Cast(OperandSpec("mxfp4"), size=size)) for x in (mixed, wide) for size in (0, 16)]
+    for x, cast in cases:
+        one, other = (jax.tree.leaves(quantize(x, cast, cast, tile=(128, 256), native=native)) for native in (True, False))
+        if any(np.asarray(_as_bytes(a) != _as_bytes(b)).any() for a, b in zip(one, other, strict=True)):
+            return False
     return True
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def _warps(lanes: int, arch: str) -> int:
+    """Return the number of warps with that many lanes, within 512, beyond which each has too few registers."""
+    return max(1, min(lanes, 512) // (64 if arch.startswith("gfx") else 32))
 
 
 def _fit(size: int, wanted: int, casts: tuple[Cast | None, ...]) -> int:
