@@ -37,7 +37,7 @@ def print_quantize_times(rounds: int, target: triton_call.Target) -> None:
     for (name, size), (row, col) in itertools.product(CASTS.items(), ((1, 0), (0, 1), (1, 1))):
         cast = kernels.Cast(OperandSpec("mxfp4"), size=size)
         casts = (cast if row else None, cast if col else None)
-        run = jax.jit(lambda x, casts=casts: kernels.quantize(x, *casts, (None, None), None))
+        run = jax.jit(lambda x, casts=casts: kernels.quantize(x, casts[0], casts[1], (None, None), None))
         label = f"{name}, {'both' if row and col else 'rows' if row else 'columns'}"
         functions[label], moved[label] = functools.partial(run, x), 2 + (row + col) * (1 / 2 + 1 / 32)
     seconds = timing.interleave(functions, rounds=rounds)

@@ -79,17 +79,27 @@ def call(kernel, *arrays, out_type, grid, options=None, **constants):
     return jax.tree.unflatten(tree, jax.pure_callback(run, shapes, *arrays, vmap_method="sequential"))
 
 
-def _multiply_values(create_dot):
-    """Return a dot that multiplies values: triton 3.9 holds bfloat16 as 16-bit words here and multiplies these."""
+def _mend_bfloat16(monkeypatch) -> None:
+    """Triton 3.9's interpreter holds bfloat16 as 16-bit words, multiplies these words, and truncates float32 to them."""
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def values(handle):
         if handle.dtype != tl.bfloat16:
             return handle
         return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    return lambda builder, a, b, d, *rest: create_dot(builder, values(a), values(b), d, *rest)
+    def rounding_cast(builder, source, dst_type):
+        if source.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return TensorHandle(source.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
+        return cast(builder, source, dst_type)
+
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda builder, a, b, *rest: create_dot(builder, values(a), values(b), *rest)
+    )
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
 
 
 @contextlib.contextmanager
@@ -98,10 +108,8 @@ def installed(monkeypatch):
     if jax.default_backend() == "gpu":
         yield
         return
-    from triton.runtime.interpreter import InterpreterBuilder
-
     monkeypatch.setattr(triton_call, "call", call)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _multiply_values(InterpreterBuilder.create_dot))
+    _mend_bfloat16(monkeypatch)
     with triton_call.assume_target("sm_90"):
         yield
 

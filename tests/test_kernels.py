@@ -223,6 +223,20 @@ def test_the_same_kernel_for_two_platforms_in_one_process():
     assert first.count("@triton_kernel_call_ffi") == second.count("@triton_kernel_call_ffi") == 3
 
 
+def test_arrays_below_2_gib_get_buffer_loads_through_jax_triton(tmp_path):
+    code, _, stderr = python(
+        "import jax, jax.numpy as jnp; from fp4jax.ops import triton_call; from fp4jax import quantized_dot_general, recipes\n"
+        "x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)\n"
+        f"dot = lambda a, b: quantized_dot_general(a, b, {DN}, recipe=recipes.get('mxfp4'), impl='triton')\n"
+        "with triton_call.assume_target('gfx950'): jax.jit(dot).trace(x, x).lower(lowering_platforms=('rocm',))",
+        JAX_TRITON_DUMP_DIR=str(tmp_path),
+    )
+    assert code == 0, stderr
+    programs = [path.read_text() for path in tmp_path.glob("*/*.llir")]
+    assert len(programs) == 3
+    assert all("raw.ptr.buffer.load" in program for program in programs)
+
+
 def test_every_linear_layer_knows_its_mesh_axes_and_a_missing_entry_raises():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     of = sharding.partition(mesh)

@@ -78,7 +78,8 @@ def test_delayed_scaling_starts_from_current_maxima_and_then_from_the_history(ti
     assert initial_state(current, sharding.make_mesh(current.mesh)).history == {}
     (a, first), (b, other) = run_step(delayed), run_step(current)
     assert (float(first["train_loss"]), float(first["grad_norm"])) == (float(other["train_loss"]), float(other["grad_norm"]))
-    jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
+    for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-7)  # two programs: XLA may contract their optimizers differently
     for path, history in a.history.items():
         assert (np.asarray(history[..., 0]) > 0).all(), path
         assert not np.asarray(history[..., 1:]).any(), path
