@@ -239,13 +239,18 @@ def _quantize_by_kernel(how: _How, operand: str, matrix, key: bits.Key | None, n
     once = _once if name is not None and alike else lambda make, *_: make()
     what = tuple((gemm, None if cast is None else (cast.spec, how.spec(gemm).rotation)) for cast, (gemm, _) in pairs)
     both = once(lambda: _launch(how, operand, matrix, *casts), name, what)
-    return {place: q for place, q in zip(where, both, strict=True) if q is not None}
+    ready = {place: q for place, q in zip(where, both, strict=True) if q is not None}
+    return {place: q if place[0] == "fprop" else _named(q) for place, q in ready.items()}
 
 
 def _launch(how: _How, operand: str, matrix, row, col):
     axes, mesh = ((None, None), None) if how.partition is None else (how.partition.of(operand), how.partition.mesh)
-    both = kernels.quantize(lax.stop_gradient(matrix), row, col, axes, mesh)
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), both)
+    return kernels.quantize(lax.stop_gradient(matrix), row, col, axes, mesh)
+
+
+def _named(packed: qtensor.QTensor) -> qtensor.QTensor:
+    """Return what a backward GEMM multiplies under the name that remat policies know."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
 
 
 def _kernel_cast(spec: GemmSpec, index: int, gemm_key: bits.Key | None, operand: str) -> kernels.Cast:
@@ -263,8 +268,7 @@ def _pack(how: _How, gemm: str, operand: jax.Array, key: bits.Key | None) -> qte
         operand = _fake(index, fprop, (operand, 1 - axis), fprop_key, _signs(fprop, fprop_key), OPERANDS[gemm][index])
     gemm_key = _gemm_key(key, gemm)
     operand, operand_key, _ = _prepare(index, spec, (operand, axis), gemm_key, _signs(spec, gemm_key), OPERANDS[gemm][index])
-    packed = quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key)
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
+    return _named(quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key))
 
 
 def _dot_2d(how: _How, x, w, key, history, ready):
