@@ -70,10 +70,15 @@ def _computed_once(words: jax.Array) -> jax.Array:
     return lax.optimization_barrier(words)
 
 
-def step_key(seed: int, step: jax.Array | int) -> Key:
-    """Return the key of one optimizer step; seed: 0 ≤ seed < 2^64."""
-    words = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
-    return fold_in(Key(words, jnp.uint32(0)), step)
+def seed_words(seed: int) -> np.ndarray:
+    """Return a seed, 0 ≤ seed < 2^64, as uint32[2], the lower word first."""
+    return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+def step_key(seed: int | jax.Array, step: jax.Array | int) -> Key:
+    """Return the key of one optimizer step; seed: 0 ≤ seed < 2^64, or its `seed_words`."""
+    words = seed_words(seed) if isinstance(seed, int) else seed
+    return fold_in(Key(jnp.asarray(words), jnp.uint32(0)), step)
 
 
 def path_word(path: str) -> int:

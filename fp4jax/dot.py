@@ -248,6 +248,14 @@ def _launch(how: _How, operand: str, matrix, row, col):
     return kernels.quantize(lax.stop_gradient(matrix), row, col, axes, mesh)
 
 
+def _launch_one(how: _How, operand: str, matrix, axis: int, cast: kernels.Cast) -> qtensor.QTensor:
+    """Return one cast of a matrix along `axis`."""
+    row, col = _launch(how, operand, matrix, *((None, cast) if axis == 0 else (cast, None)))
+    one = col if axis == 0 else row
+    assert one is not None
+    return one
+
+
 def _named(packed: qtensor.QTensor) -> qtensor.QTensor:
     """Return what a backward GEMM multiplies under the name that remat policies know."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), packed)
@@ -406,15 +414,13 @@ def _cast_operand(how: _How, gemm, index, operand_and_axis, gemm_key, signs, ama
     spec, impl, name = how.spec(gemm), how.impls[gemm], OPERANDS[gemm][index]
     (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
     if impl == "triton" and spec.split != "first":
-        cast = _kernel_cast(spec, index, gemm_key, name)
-        return _launch(how, name, operand, *((None, cast) if axis == 0 else (cast, None)))[1 - axis], jnp.float32(0), None
+        return _launch_one(how, name, operand, axis, _kernel_cast(spec, index, gemm_key, name)), jnp.float32(0), None
     operand, operand_key, first = _prepare(index, spec, operand_and_axis, gemm_key, signs, name)
     measured = jnp.float32(0)
     if operand_spec.scale_rule == "delayed":
         measured = rounding.max_magnitude(operand.astype(jnp.float32)).reshape(())
     if impl == "triton":
-        cast = kernels.Cast(operand_spec, key=operand_key)
-        cast = _launch(how, name, operand, *((None, cast) if axis == 0 else (cast, None)))[1 - axis]
+        cast = _launch_one(how, name, operand, axis, kernels.Cast(operand_spec, key=operand_key))
     elif impl == "reference":
         cast = quantize.fake_quantize(operand, operand_spec, axis, operand_key, amax)
     elif operand_spec.element is None:

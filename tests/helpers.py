@@ -172,7 +172,8 @@ _programs = {}
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per model, seed and mesh."""
     histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
-    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories))
+    quick = jax.config.read("jax_disable_most_optimizations")  # another program, whose weights may differ in the last bit
+    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories)), quick
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])

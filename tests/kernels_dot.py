@@ -137,7 +137,7 @@ def test_a_train_step_on_a_mesh_agrees_with_the_reference_on_one_device(tmp_path
         mesh = interpreter.mesh(data, model)
         tokens = np.random.default_rng(0).integers(0, 256, (4, settings.data.seq_len + 1)).astype(np.int32)
         state = step.init_state(settings, mesh)
-        nll = step.make_eval_step(settings, mesh)(state.params, jnp.asarray(tokens), np.uint32(0), state.step)
+        nll = step.make_eval_step(settings, mesh)(state.params, jnp.asarray(tokens), np.uint32(0), state.step, state.seed)
         state, metrics = step.make_train_step(settings, mesh)(state, jnp.asarray(tokens))
         results.append((np.asarray(nll), float(metrics["train_loss"]), float(metrics["grad_norm"])))
     (nll, loss, norm), (kernel_nll, kernel_loss, kernel_norm) = results

@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,9 +89,22 @@ def _write_json(path: pathlib.Path, value: Any) -> None:
 
 
 class Run:
-    """One training run over a prepared workdir."""
+    """One training run over a prepared workdir.
 
-    def __init__(self, settings: Settings, workdir: pathlib.Path, dataset: data.Dataset, mesh: Mesh):
+    programs: a dict that runs which differ in their seed only may share, so that they compile once. initial: changes the
+    initial state of a run that begins.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        workdir: pathlib.Path,
+        dataset: data.Dataset,
+        mesh: Mesh,
+        *,
+        programs: dict[Any, Any] | None = None,
+        initial: Callable[[step.TrainState], step.TrainState] | None = None,
+    ):
         self.settings, self.workdir, self.dataset, self.mesh = settings, workdir, dataset, mesh
         train = settings.train
         self.tokens_per_step = train.batch_size * settings.data.seq_len
@@ -99,9 +113,9 @@ class Run:
         )
         self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
         self.val_loss: float | None = None
-        self.state, self.done = self._restore_or_init()
+        self._programs = {} if programs is None else programs
+        self.state, self.done = self._restore_or_init(initial)
         _write_json(workdir / "config.json", _config_json(settings, dataset))
-        self._programs: dict[str, tuple[Any, Any]] = {}
 
     def _phase_programs(self, at: int) -> tuple[Any, Any]:
         """Return (train step, evaluation step) of the schedule's phase at optimizer step `at`, made once per recipe."""
@@ -111,10 +125,11 @@ class Run:
             self._programs[name] = (step.make_train_step(phase, self.mesh), step.make_eval_step(phase, self.mesh))
         return self._programs[name]
 
-    def _restore_or_init(self) -> tuple[step.TrainState, int]:
+    def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
         latest = self.checkpoints.latest()
         if latest is None:
-            return step.init_state(self.settings, self.mesh), 0
+            state = step.init_state(self.settings, self.mesh)
+            return state if initial is None else initial(state), 0
         state, run = self.checkpoints.restore(latest, step.abstract_state(self.settings, self.mesh))
         self.iterator.set_state(run["iterator"])
         self.val_loss = run["val_loss"]

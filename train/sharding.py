@@ -123,11 +123,11 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
 
 
 def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:
-    """Return the NamedSharding of every leaf of a train state (or of its shapes); scalars and history are replicated."""
+    """Return the NamedSharding of every leaf of a train state (or of its shapes); scalars, history and seed are replicated."""
 
     def place(path, leaf):
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
-        if leaf.ndim == 0 or keys[0] == "history":
+        if leaf.ndim == 0 or keys[0] in ("history", "seed"):
             return NamedSharding(mesh, PartitionSpec())
         axes = _stored("/".join(keys[-2:]), fsdp)
         return NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - len(axes)), *axes))

@@ -4,6 +4,7 @@ Shape key: A microbatches, B sequences, T positions.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,39 +29,61 @@ class TrainState(NamedTuple):
     """All arrays of a run.
 
     params, opt_state: float32. step: int32, the number of optimizer steps done. history: {path: float32 [L, 3, 2, 4]}, the
-    maxima of delayed scaling (`fp4jax.numerics.Context`), empty when no phase of the run has it.
+    maxima of delayed scaling (`fp4jax.numerics.Context`), empty when no phase of the run has it. seed: uint32[2], what random
+    bits are drawn from; in the state, so that runs which differ in their seed only are one program.
     """
 
     params: Any
     opt_state: Any
     step: jax.Array
     history: dict[str, jax.Array]
+    seed: jax.Array
 
 
 def init_state(settings: Settings, mesh: Mesh) -> TrainState:
     """Return the initial state, born sharded: a pure function of (model, seed)."""
-    init, shardings = _init_and_shardings(settings, mesh)
-    return jax.jit(init, out_shardings=shardings)()
+    return _init_program(_without_seed(settings), mesh)(bits.seed_words(settings.train.seed))
 
 
 def abstract_state(settings: Settings, mesh: Mesh) -> TrainState:
     """Return the state's shapes, dtypes and shardings without allocating anything."""
     init, shardings = _init_and_shardings(settings, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init), shardings)
+    shapes = jax.eval_shape(init, bits.seed_words(0))
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _without_seed(settings: Settings) -> Settings:
+    return dataclasses.replace(settings, train=dataclasses.replace(settings.train, seed=0))
+
+
+@functools.lru_cache(maxsize=1)
+def _init_program(settings: Settings, mesh: Mesh) -> Callable[[np.ndarray], TrainState]:
+    """Return the jitted initialisation, the same for every seed."""
+    init, shardings = _init_and_shardings(settings, mesh)
+    return jax.jit(init, out_shardings=shardings)
 
 
 def _init_and_shardings(settings: Settings, mesh: Mesh):
     model = llama.Llama(settings.model)
     tx = optimizer.make_optimizer(settings.optimizer)
 
-    def init() -> TrainState:
-        params = model.init(jax.random.key(settings.train.seed), jnp.zeros((1, settings.data.seq_len), jnp.int32))["params"]
+    def init(seed) -> TrainState:
+        params = model.init(jax.random.key(seed[0]), jnp.zeros((1, settings.data.seq_len), jnp.int32))["params"]
         history = {}
         for phase in settings.phases():
             history |= phase.numerics.init_history(llama.LINEAR_PATHS)
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history)
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed))
 
-    return init, sharding.state_shardings(mesh, jax.eval_shape(init), fsdp=settings.mesh.fsdp)
+    return init, sharding.state_shardings(mesh, jax.eval_shape(init, bits.seed_words(0)), fsdp=settings.mesh.fsdp)
+
+
+@jax.jit
+def perturb(state: TrainState, size: float) -> TrainState:
+    """Return the state with every weight multiplied by 1 + size · z, z drawn from a normal distribution by the state's seed."""
+    leaves, tree = jax.tree.flatten(state.params)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(state.seed[0]), bits.path_word("perturb")), len(leaves))
+    moved = [w * (1 + size * jax.random.normal(key, w.shape, w.dtype)) for w, key in zip(leaves, keys, strict=True)]
+    return state._replace(params=jax.tree.unflatten(tree, moved))
 
 
 @jax.jit
@@ -98,7 +121,7 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     schedule = optimizer.learning_rate(settings.optimizer)
     numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
     model = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
-    accumulation, seed = settings.train.accumulation, settings.train.seed
+    accumulation = settings.train.accumulation
 
     def loss_sum(params, history, tokens_BT1, key):
         key = Context(key, history)
@@ -127,14 +150,14 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         return jax.lax.scan(add, zero, (jnp.arange(accumulation, dtype=jnp.uint32), tokens_ABT1))[0]
 
     def train_step(state: TrainState, tokens_BT1: jax.Array):
-        key = bits.step_key(seed, state.step)
+        key = bits.step_key(state.seed, state.step)
         gradient = value_and_grad if accumulation == 1 else accumulate
         loss, (grads, maxima) = gradient(state.params, state.history, tokens_BT1, key)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
         history = jax.tree.map(roll_history, state.history, maxima)
-        return TrainState(params, opt_state, state.step + 1, history), metrics
+        return TrainState(params, opt_state, state.step + 1, history, state.seed), metrics
 
     _, shardings = _init_and_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -147,12 +170,13 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
 
 
 def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) -> Callable[..., jax.Array]:
-    """Return the jitted (params, tokens_BT1, first_row, step) → nll_BT float32, nats per token.
+    """Return the jitted (params, tokens_BT1, first_row, step, seed) → nll_BT float32, nats per token.
 
     Each sequence is evaluated by itself, so per-tensor scales are taken per sequence and the result does not depend on the
     batch. Only fprop runs, so a sequence need not divide into wgrad's blocks. Casts round to nearest and random signs are
     those of step 0; `stochastic` keeps the recipe's own rounding and the signs of `step`.
-    first_row: the global index of the batch's first sequence, the row that its random bits are drawn for.
+    first_row: the global index of the batch's first sequence, the row that its random bits are drawn for. step, seed: those of
+    the train state.
     """
     numerics = settings.numerics if stochastic else settings.numerics.map(round_to_nearest)
     numerics = dataclasses.replace(numerics, residuals="operands")  # there is no backward pass
@@ -166,8 +190,8 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
         together = None
     model = llama.Llama(settings.model, numerics.dot)
 
-    def eval_step(params, tokens_BT1, first_row, step):
-        key = bits.step_key(settings.train.seed, step if stochastic else 0)
+    def eval_step(params, tokens_BT1, first_row, step, seed):
+        key = bits.step_key(seed, step if stochastic else 0)
         length = tokens_BT1.shape[1] - 1
 
         def one(tokens_T1, row):
@@ -204,7 +228,7 @@ def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[
     total, count, first_row = 0.0, 0.0, 0
     for batch in batches:
         tokens = jax.device_put(batch["tokens"], sharding.batch_sharding(mesh))
-        nll_BT = np.asarray(eval_step(state.params, tokens, np.uint32(first_row), state.step), np.float64)
+        nll_BT = np.asarray(eval_step(state.params, tokens, np.uint32(first_row), state.step, state.seed), np.float64)
         total += float((nll_BT * batch["mask"]).sum())
         count += float(batch["mask"].sum())
         first_row += len(nll_BT)

@@ -1,0 +1,180 @@
+"""The ablation: cells, one compile per recipe, resume, the same grid twice, its report, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from helpers import ROOT, command, environment
+
+from configs import ablation_tiny
+from train import ablation_report, config, grid, loop, sharding, step
+from train.errors import InputError
+from train.metrics import read_rows
+
+
+def section(**changes):
+    s = grid.default_section()
+    s.update(rows=("fp8_current", "mxfp4"), seeds=(3, 5), **changes)
+    return s
+
+
+def test_the_cells_of_a_grid():
+    cells = grid.cells(section(horizons=(0.5,), horizon_seeds=1, perturbed=("mxfp4",)))
+    assert [(c.label, c.seed, c.arm, c.share) for c in cells] == [
+        ("fp8_current", 3, "", 1.0),
+        ("fp8_current", 5, "", 1.0),
+        ("fp8_current", 3, "horizon", 0.5),
+        ("mxfp4", 3, "", 1.0),
+        ("mxfp4", 5, "", 1.0),
+        ("mxfp4", 3, "perturbed", 1.0),
+        ("mxfp4", 5, "perturbed", 1.0),
+    ]
+    assert len({c.path for c in cells}) == len(cells)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": ()}, "must not be empty"),
+        ({"rows": ("mxfp4", "mxfp4")}, "hold anything twice"),
+        ({"seeds": (1, 1)}, "hold anything twice"),
+        ({"baseline": "mxfp5"}, "'mxfp5' is no row"),
+        ({"perturbed": ("none",)}, "'none' is no row"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(changes, message):
+    s = section()
+    s.update(changes)
+    with pytest.raises(InputError, match=message):
+        grid.cells(s)
+
+
+@pytest.mark.parametrize("argument", ["", "full", "smoke"])
+def test_every_row_of_the_shipped_grids_resolves(argument):
+    c = ablation_tiny.get_config(argument)
+    for cell in grid.cells(c.ablate):
+        settings = grid.settings_of(c, cell)
+        assert settings.train.seed == cell.seed
+        assert settings.train.steps == round(c.train.steps * cell.share) == settings.optimizer.decay_steps
+    floor = grid.settings_of(c, grid.Cell(*ablation_tiny.with_rule("mxfp4_h16", "floor"), seed=0)).numerics.recipe
+    assert {s.scale_rule for g in (floor.fprop, floor.dgrad, floor.wgrad) for s in (g.lhs, g.rhs)} == {"floor"}
+
+
+def test_seeds_are_one_program_with_their_own_weights_and_bits(tmp_path):
+    corpus = helpers.write_corpus(tmp_path)
+    a, b = (helpers.settings(corpus, quant__recipe="mxfp4_sr", train__seed=seed) for seed in (1, 2))
+    mesh = sharding.make_mesh(a.mesh)
+    train_step, other_step = step.make_train_step(a, mesh), step.make_train_step(b, mesh)
+    tokens = helpers.tokens(a)
+    states = [step.init_state(s, mesh) for s in (a, b)]
+    assert [tuple(np.asarray(s.seed)) for s in states] == [(1, 0), (2, 0)]
+    alone = float(other_step(step.init_state(b, mesh), tokens)[1]["train_loss"])
+    losses = [float(train_step(state, tokens)[1]["train_loss"]) for state in states]
+    assert train_step._cache_size() == 1
+    assert losses[1] == alone
+    assert losses[0] != losses[1]
+
+
+def test_a_perturbation_moves_every_weight_a_little_and_depends_on_the_seed(tmp_path):
+    s = helpers.settings(helpers.write_corpus(tmp_path))
+    state = step.init_state(s, sharding.make_mesh(s.mesh))
+    moved = step.perturb(state, 1e-3)
+    for before, after in zip(*(jax.tree.leaves(x.params) for x in (state, moved)), strict=True):
+        ratio = np.asarray(after) / np.asarray(before) - 1
+        assert 0.5e-3 < ratio.std() < 2e-3
+    again = step.perturb(state, 1e-3)
+    assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(x.params) for x in (moved, again)), strict=True))
+
+
+def run(workdir, *more):
+    done = subprocess.run(
+        command("train.ablate", "--config=configs/ablation_tiny.py:smoke", f"--workdir={workdir}", *more),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def losses(workdir):
+    return {
+        str(path.parent.relative_to(workdir)): [
+            {k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_rows(path)
+        ]
+        for path in sorted(workdir.glob("cells/*/*/metrics.jsonl"))
+    }
+
+
+def test_smoke_twice_is_bit_identical_whether_killed_or_not_and_reports(tmp_path):
+    result = run(tmp_path / "one", "--jobs=2")
+    assert (result["finished"], result["cells"]) == (6, 6)
+    other = tmp_path / "other"
+    arguments = command("train.ablate", "--config=configs/ablation_tiny.py:smoke", f"--workdir={other}", "--jobs=1")
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    row = other / "cells" / "fp8_current" / "seed0" / "metrics.jsonl"
+    while process.poll() is None and not (row.exists() and len(read_rows(row)) > 12):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 143
+    assert "0 of 6 cells finished" in (other / "report.md").read_text()
+    run(other, "--jobs=1")
+    assert losses(tmp_path / "one") == losses(other)
+    assert len(losses(other)) == 6
+
+    results = json.loads((other / "results.json").read_text())
+    assert set(results["rows"]) == {"fp8_current", "mxfp4_h16"}
+    assert results["rows"]["fp8_current"]["difference"]["mean"] == 0
+    assert results["rows"]["mxfp4_h16"]["study"] == "8–9 %"
+    assert results["perturbation"]["fp8_current"]["runs"] == 1
+    page = (other / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "emulated" in page
+    assert (other / "report.md").read_text().count("\n| ") == 3
+    for name in ("curves.png", "curves_zoomed.png", "grad_norm.png"):
+        assert (other / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_diverged_keeps_its_place(tmp_path, monkeypatch):
+    c = ablation_tiny.get_config("smoke")
+    cells = [cell for cell in grid.cells(c.ablate) if cell.arm == ""]
+    monkeypatch.setattr(loop.Run, "train", lambda *_: (_ for _ in ()).throw(loop.GuardError("step 3: loss=nan")))
+    for cell in cells:
+        grid.run_row(c, [cell], tmp_path, helpers.NoStop())
+    results = ablation_report.analyse(tmp_path, c.ablate, cells)
+    assert {row["diverged"] for row in results["rows"].values()} == {1}
+    ablation_report.write(tmp_path, c, cells)
+    assert "1 diverged" in (tmp_path / "report.md").read_text()
+
+
+def test_bad_input_is_one_line(tmp_path):
+    done = subprocess.run(
+        command("train.ablate", "--config=configs/tiny_cpu.py", f"--workdir={tmp_path / 'x'}"),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "error: the config has no `ablate` section: see configs/ablation_tiny.py\n")
+    run(tmp_path / "grid", "--report_only")
+    done = subprocess.run(
+        command("train.ablate", "--config=configs/ablation_tiny.py", f"--workdir={tmp_path / 'grid'}", "--report_only"),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "another config" in done.stderr
+    assert config.resolve(ablation_tiny.get_config("smoke")).train.steps == 30

@@ -1,0 +1,155 @@
+"""The grid of an ablation: its cells (recipes × seeds, and arms for the noise), and how any number of processes runs them.
+
+A cell is a training run in a workdir of its own; `result.json` in it says that it is finished.
+"""
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import re
+import time
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from fp4jax.recipe import Recipe
+from train import config as train_config
+from train import loop, step
+from train.cli import DONE, StopRequest
+from train.errors import InputError
+
+log = logging.getLogger(__name__)
+PERTURBED, HORIZON = "perturbed", "horizon"
+
+
+def default_section() -> ConfigDict:
+    """Return the `ablate` section of a config with its defaults."""
+    return ConfigDict(
+        {
+            "rows": (),  # recipes as quant.recipe takes them, or (label, recipe) pairs
+            "seeds": (0, 1, 2),
+            "baseline": "fp8_current",  # a label
+            "perturb": 1e-7,  # relative size of the perturbation of the initial weights, one more run of each row below
+            "perturbed": ("fp8_current",),  # labels
+            "horizons": (0.6, 0.8, 1.25),  # shares of train.steps at which runs of the baseline end, for the iso-loss overhead
+            "horizon_seeds": 2,
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the grid. arm: "" the row itself, "perturbed", or "horizon" with its share of the steps."""
+
+    label: str
+    recipe: str
+    seed: int
+    arm: str = ""
+    share: float = 1.0
+
+    @property
+    def path(self) -> str:
+        arm = {"": "", PERTURBED: "-perturbed", HORIZON: f"-horizon{self.share:g}"}[self.arm]
+        return f"cells/{re.sub(r'[^\w.-]', '_', self.label)}/seed{self.seed}{arm}"
+
+
+def cells(section: Any) -> list[Cell]:
+    """Return the cells of an `ablate` section, those of one row together; raises InputError for one that cannot be."""
+    rows = dict((row, row) if isinstance(row, str) else tuple(row) for row in section.rows)
+    seeds = tuple(section.seeds)
+    if len(rows) != len(section.rows) or not rows or not seeds or len(set(seeds)) != len(seeds):
+        raise InputError(f"ablate.rows={section.rows} and ablate.seeds={seeds} must not be empty or hold anything twice")
+    for label in (section.baseline, *section.perturbed):
+        if label not in rows:
+            raise InputError(f"ablate: {label!r} is no row; choose from {list(rows)}")
+    out = []
+    for label, recipe in rows.items():
+        out += [Cell(label, recipe, seed) for seed in seeds]
+        if label in section.perturbed:
+            out += [Cell(label, recipe, seed, PERTURBED) for seed in seeds]
+        if label == section.baseline:
+            shares = section.horizons
+            out += [Cell(label, recipe, seed, HORIZON, share) for share in shares for seed in seeds[: section.horizon_seeds]]
+    return out
+
+
+def settings_of(config: Any, cell: Cell):
+    """Return the settings of one cell; raises InputError."""
+    changed: Any = ConfigDict(config.to_dict())
+    changed.quant.recipe, changed.train.seed = cell.recipe, cell.seed
+    changed.train.steps = round(config.train.steps * cell.share)
+    return train_config.resolve(changed)
+
+
+def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
+    """Run the cells of rows that no other process works on, until none is left."""
+    stop = StopRequest()
+    for label in dict.fromkeys(cell.label for cell in grid):
+        row = [cell for cell in grid if cell.label == label and result_of(workdir / cell.path) is None]
+        lock = workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock")
+        with locked(lock) as mine:
+            if mine and row:
+                run_row(config, row, workdir, stop)
+        if stop.signal:
+            return stop.exit_code
+    return DONE
+
+
+def run_row(config: Any, row: list[Cell], workdir: pathlib.Path, stop: StopRequest) -> None:
+    """Run the cells of one row one after the other; those of one length share their programs."""
+    programs: dict[Any, Any] = {}
+    for cell in row:
+        settings, directory = settings_of(config, cell), workdir / cell.path
+        dataset, mesh, _ = loop.prepare(settings, directory)
+        initial = (lambda state: step.perturb(state, config.ablate.perturb)) if cell.arm == PERTURBED else None
+        shared = programs.setdefault(cell.share, {})
+        run = loop.Run(settings, directory, dataset, mesh, programs=shared, initial=initial)
+        started = time.monotonic()
+        result: dict[str, Any] = {"label": cell.label, "recipe": cell.recipe, "seed": cell.seed, "arm": cell.arm}
+        try:
+            done = run.train(stop)
+            if done.stopped:
+                return
+            plain = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, recipe=Recipe(), keep_last=0))
+            if "plain" not in shared:
+                shared["plain"] = step.make_eval_step(plain, mesh)
+            unquantized = step.validation_loss(shared["plain"], mesh, run.state, step.val_batches(settings, mesh, dataset))
+            result |= {"val_loss": done.val_loss, "val_loss_unquantized": unquantized, "diverged": None}
+        except loop.GuardError as error:
+            log.info("%s: %s", cell.path, error)
+            result |= {"val_loss": None, "val_loss_unquantized": None, "diverged": str(error)}
+        finally:
+            run.close()
+        result |= {"steps": settings.train.steps, "share": cell.share, "seconds": round(time.monotonic() - started, 1)}
+        temporary = directory / "result.json.tmp"
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(temporary, directory / "result.json")
+    jax.clear_caches()
+
+
+def result_of(directory: pathlib.Path) -> dict[str, Any] | None:
+    """Return what a finished cell wrote, None for one that is not finished."""
+    path = directory / "result.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+class locked:
+    """An OS lock on a file, which dies with its process; the context is True where it was free."""
+
+    def __init__(self, path: pathlib.Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+
+    def __enter__(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
