@@ -86,6 +86,14 @@ def path_word(path: str) -> int:
     return zlib.crc32(path.encode())
 
 
+_VMAP_WORD = path_word("vmap")
+
+
+def distinct_words(words: jax.Array, size: int) -> jax.Array:
+    """Return the words of `size` batch elements, uint32[size, 2], from those of a key that is common to them."""
+    return jax.vmap(lambda i: fold_in(Key(words), _VMAP_WORD, i).words)(jnp.arange(size))
+
+
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Return uint32 words of `shape`; the last axis is the column, all axes before it are the row (row-major)."""
     rows = jnp.arange(int(np.prod(shape[:-1])), dtype=jnp.uint32) + _uint32(key.row_offset)

@@ -244,6 +244,9 @@ def _quantize_by_kernel(how: _How, operand: str, matrix, key: bits.Key | None, n
 
 
 def _launch(how: _How, operand: str, matrix, row, col):
+    for cast, axis in ((row, 1), (col, 0)):
+        if cast is not None:
+            quantize.check_operand(matrix, cast.spec, axis, cast.key)
     axes, mesh = ((None, None), None) if how.partition is None else (how.partition.of(operand), how.partition.mesh)
     return kernels.quantize(lax.stop_gradient(matrix), row, col, axes, mesh)
 
@@ -315,7 +318,8 @@ def _dot_2d(how: _How, x, w, key, history, ready):
         if history is not None:
             measured = jnp.stack([jnp.stack(pair) for pair in (maxima, dgrad_maxima, wgrad_maxima)])
             history = jnp.zeros_like(history).at[..., 0].set(measured)
-        return _first_derivative_only(dx_MK), _first_derivative_only(dw_KN), None, history, None
+        depends_on = (x_MK, w_KN, dy_MN)
+        return _first_derivative_only(dx_MK, depends_on), _first_derivative_only(dw_KN, depends_on), None, history, None
 
     dot.defvjp(forward, backward)
     return dot(x, w, key, history, ready)
@@ -353,9 +357,10 @@ def _to_input(gradient, index, operand_and_axis, recipe, key, *, rotated):
 
 
 @jax.custom_jvp
-def _first_derivative_only(x):
-    """Return x; differentiating it raises, where the derivative of a rounded gradient would silently be zero."""
-    return x
+def _first_derivative_only(gradient, depends_on):
+    """Return the gradient; differentiating it, or what it depends on, raises: a rounded gradient's would silently be zero."""
+    del depends_on
+    return gradient
 
 
 @_first_derivative_only.defjvp

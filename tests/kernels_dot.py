@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp4jax import bits, quantized_dot_general, recipes
+from fp4jax import GemmSpec, OperandSpec, Recipe, bits, quantized_dot_general, recipes
 from fp4jax.ops import kernels
 from fp4jax.ops.kernels import Partition
 from fp4jax.recipe import GEMMS
@@ -98,6 +98,50 @@ def test_every_partition_gives_the_unsharded_result(where, name):
     for a, b in zip(got, wanted, strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*stored)), 2)
+
+
+@pytest.mark.parametrize("how", ["batch axes", "vmap"])
+def test_every_batch_element_has_its_own_draws_the_reference_s(how):
+    x, w = (jnp.broadcast_to(a, (2, *a.shape)) for a in (jnp.ones((32, 32)) * 0.7, jnp.ones((32, 32)) * 0.9))
+    x = x * jnp.linspace(0.1, 1, 32).reshape(1, 1, 32)
+    recipe = recipes.get("mxfp4_sr")
+    results = []
+    for impl in ("triton", "reference"):
+        dot = functools.partial(quantized_dot_general, recipe=recipe, key=KEY, impl=impl)
+        if how == "vmap":
+            results.append(jax.vmap(lambda x, w, dot=dot: dot(x, w, DN))(x, w))
+        else:
+            results.append(dot(x, w, (((2,), (1,)), ((0,), (0,)))))
+    np.testing.assert_allclose(*results, rtol=1e-6)
+    assert not np.array_equal(results[0][0], results[0][1])
+
+
+def test_what_the_reference_refuses_kernels_refuse_too():
+    run = functools.partial(quantized_dot_general, recipe=recipes.get("mxfp4"), impl="triton")
+    with pytest.raises(ValueError, match="cannot quantize int32"):
+        run(jnp.ones((32, 32), jnp.int32), jnp.ones((32, 32)), DN)
+    half = run(jnp.ones((32, 32), jnp.float16), jnp.ones((32, 32), jnp.float16), DN)
+    assert (half.dtype, float(half[0, 0])) == (jnp.float16, 32.0)
+    square = Recipe(GemmSpec(OperandSpec("mxfp4"), OperandSpec("mxfp4", across=32)))
+    mesh = interpreter.mesh(2, 2)
+    part = Partition(mesh, "data", None, "model", (None, "model"))
+    with pytest.raises(ValueError, match="length 16 across square blocks is not a multiple of 32"):
+        quantized_dot_general(jnp.ones((64, 64)), jnp.ones((64, 32)), DN, recipe=square, impl="triton", partition=part)
+
+
+@pytest.mark.parametrize(
+    ("m", "stored"), [(("data", "model"), ("data", None)), (("data", "model"), (None, None)), ("data", (None, "data"))]
+)
+def test_a_gradient_is_summed_over_all_that_its_tokens_are_split_over(m, stored):
+    mesh, recipe = interpreter.mesh(2, 2), recipes.get("mxfp4")
+    x, w, dy = operands()
+    wanted = value_and_grads(x, w, dy, recipe=recipe, impl="triton")
+    got = value_and_grads(x, w, dy, recipe=recipe, impl="triton", partition=Partition(mesh, m, None, None, stored))
+    for a, b in zip(got, wanted, strict=True):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
+    part = Partition(mesh, "data", None, None, ("model", None))
+    with pytest.raises(ValueError, match="cannot be scattered"):
+        value_and_grads(x, w, dy, recipe=recipe, impl="triton", partition=part)
 
 
 def test_a_psum_left_out_is_seen(monkeypatch):

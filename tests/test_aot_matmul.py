@@ -9,7 +9,7 @@ import re
 import pytest
 
 from benchmarks import asm
-from fp4jax.ops.matmul_triton import CONFIGS, TileConfig
+from fp4jax.ops.matmul_triton import CONFIGS, TileConfig, choose_config
 
 LAYOUTS = [(1, 1), (1, 0), (0, 1), (0, 0)]
 SHARED_LIMIT = 227 * 1024  # of a block on sm_90 and sm_100
@@ -44,10 +44,13 @@ def test_gfx950_short_contraction_is_not_unrolled():
     assert asm.faults(compiled.asm["amdgcn"], compiled.shared_bytes) == []
 
 
-def test_gfx950_split_along_k_into_float32():
-    config = dataclasses.replace(CONFIGS["gfx950"][0], split_k=4)
-    compiled = compile_gfx950(config, (4096, 1024, 65536), 0, 0, out="*fp32")  # wgrad of k and v
+@pytest.mark.parametrize("mnk", [(4096, 4096, 8192), (14336, 4096, 32768), (4096, 1024, 65536)], ids=str)
+def test_gfx950_float32_results_in_the_tile_that_is_chosen(mnk):
+    """Partial sums on a mesh and along K, weight gradients; the 256 x 256 tile spills a register with them."""
+    config = choose_config("gfx950", *mnk, float32=True)
+    compiled = compile_gfx950(config, mnk, out="*fp32")
     assert asm.faults(compiled.asm["amdgcn"], compiled.shared_bytes) == []
+    assert config.split_k == (2 if mnk[1] == 1024 else 1)
 
 
 def test_gfx950_output_beyond_2_gib():

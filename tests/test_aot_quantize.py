@@ -10,7 +10,7 @@ import re
 import pytest
 
 from benchmarks import asm
-from fp4jax.ops import quantize_triton
+from fp4jax.ops import matmul, quantize_triton
 from fp4jax.ops.kernels import Cast
 from fp4jax.recipe import OperandSpec
 
@@ -98,6 +98,6 @@ def test_sm_90_portable(cast):
 
 @pytest.mark.parametrize(("target", "limit"), [("gfx950", 160), ("sm_100", 227)])
 def test_the_largest_rotation_fits(target, limit):
-    cast = Cast(OperandSpec("mxfp4"), size=256)
+    cast = Cast(OperandSpec("mxfp4"), size=matmul.LARGEST_ROTATION)
     compiled = asm.compile_quantize(target, cast, None)
     assert compiled.shared_bytes <= limit * 1024

@@ -638,3 +638,17 @@ def test_rotation_on_its_own_matches_the_public_function():
     rotated = run(hadamard(x, 16, 1), hadamard(w, 16, 0), dy, Recipe(fprop=GemmSpec(MX, MX)))[0]
     got = run(x, w, dy, Recipe(fprop=GemmSpec(MX, MX, Rotation(16))))[0]
     np.testing.assert_array_equal(got, rotated)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4_h16", "fp8_current", "tseng_mxfp4", "bf16"])
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_second_derivatives_raise_instead_of_being_zero(name, argnum):
+    recipe, operands = recipes.get(name), [jnp.asarray(a) for a in make_operands(shape=(64, 64, 64))[:2]]
+    key = KEY if recipe.needs_key else None
+
+    def squares(*operands):
+        return jnp.sum(quantized_dot_general(*operands, DN, recipe=recipe, key=key) ** 2)
+
+    inner = jax.grad(squares, argnum)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda x: jnp.sum(inner(*operands[:argnum], x, *operands[argnum + 1 :])))(operands[argnum])

@@ -17,7 +17,7 @@ from helpers import ROOT, environment
 from jax.sharding import AbstractMesh, AxisType
 
 from configs import llama3
-from fp4jax import GemmSpec, OperandSpec, Recipe, quantized_dot_general, recipes
+from fp4jax import GemmSpec, OperandSpec, Recipe, Rotation, quantized_dot_general, recipes
 from fp4jax.numerics import Numerics
 from fp4jax.ops import matmul, triton_call
 from fp4jax.recipe import GEMMS
@@ -148,6 +148,7 @@ def test_a_named_implementation_works_or_raises():
 
 def test_ragged_lengths_are_padded_by_xla_where_auto_may_choose_and_refused_to_kernels():
     padded = Recipe(*[GemmSpec(MX, MX, pad=True)] * 3)
+    large = GemmSpec(MX, MX, Rotation(256))
     x, w = jnp.ones((64, 40)), jnp.ones((40, 96))
     run = lambda impl: quantized_dot_general(x, w, DN, recipe=padded, impl=impl)  # noqa: E731
     with triton_call.assume_target("gfx950"):
@@ -155,6 +156,8 @@ def test_ragged_lengths_are_padded_by_xla_where_auto_may_choose_and_refused_to_k
         np.testing.assert_array_equal(run("auto"), run("reference"))
         with pytest.raises(ValueError, match="kernels do not pad ragged lengths"):
             run("triton")
+        with pytest.raises(ValueError, match="kernels rotate by at most 128 elements"):
+            matmul.choose("triton", large)
 
 
 def lowered_llama3_8b(recipe="mxfp4_h16", arch="gfx950"):
@@ -254,7 +257,10 @@ def test_weights_that_blocks_would_straddle_at_rest_are_refused_before_any_compi
         c.quant.impl = "triton"
     settings = config.resolve(c)
     mesh = AbstractMesh((8, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with triton_call.assume_target("gfx950"), pytest.raises(InputError, match="d_model, fully sharded = 16 is not a multiple"):
+    with (
+        triton_call.assume_target("gfx950"),
+        pytest.raises(InputError, match="there its contraction length 16 is not a multiple"),
+    ):
         sharding.check(mesh, settings.model, settings.numerics, microbatch=16, seq_len=128)
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from fp4jax import dot
 from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
 from fp4jax.ops import matmul
 from fp4jax.ops.kernels import Partition
@@ -108,18 +109,28 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
     for path in LINEAR_PATHS:
         inputs, outputs = ends[path.split("/")[-1]]
         contraction = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens per device", microbatch // data * seq_len)}
+        at_rest = [length // data if _stored(f"{path.split('/')[-1]}/kernel", fsdp)[i] == "data" else length
+                   for i, (_, length) in enumerate((inputs, outputs))]  # fmt: skip
         for recipe, _, _ in numerics.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...):
             for gemm, (what, length) in contraction.items():
                 spec = getattr(recipe, gemm)
+                if length % spec.multiple and not spec.pad:
+                    raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
                 try:
                     impl, _ = matmul.choose(numerics.impl, spec)
                 except ValueError as error:
                     raise InputError(f"quant: {path} {gemm}: {error}") from None
-                if gemm != "wgrad" and impl == "triton":  # casts the weights where they lie
-                    at_rest = _stored(f"{path.split('/')[-1]}/kernel", fsdp)[gemm == "dgrad"]
-                    what, length = (f"{what}, fully sharded", length // data) if at_rest == "data" else (what, length)
-                if length % spec.multiple and not spec.pad:
-                    raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
+                if impl == "triton":  # casts on each device what lies there, weights too
+                    lengths = {name: length for name, (_, length) in contraction.items()}
+                    lengths |= {} if gemm == "wgrad" else {"fprop": at_rest[0], "dgrad": at_rest[1]}
+                    reason = dot.misfit(recipe, gemm, lengths)
+                    if dot.ragged(recipe, gemm, lengths):
+                        reason = f"lengths {lengths} do not divide, and kernels do not pad"
+                    if reason:
+                        raise InputError(
+                            f"{path} {gemm}: a kernel casts what lies on one device, and there its {reason} ({spec}): "
+                            "choose quant.impl=reference or xla, or another mesh"
+                        )
 
 
 def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:

@@ -60,21 +60,21 @@ def quantize(
     """
     from fp4jax.ops import quantize_triton
 
-    if mesh is None:
-        return quantize_triton.quantize(x, row, col)
-    arrays = {}
-    for name, cast in (("row", row), ("col", col)):
-        if cast is not None:
-            arrays[name] = (cast.signs, cast.key)
+    named = {name: cast for name, cast in (("row", row), ("col", col)) if cast is not None}
+    words = {name: cast.key.words for name, cast in named.items() if cast.key is not None}
+    rest = {name: (cast.signs, cast.key and (cast.key.row_offset, cast.key.col_offset)) for name, cast in named.items()}
 
-    def local(x, arrays):
-        casts = []
-        for name, cast in (("row", row), ("col", col)):
-            if cast is not None:
-                signs, key = arrays[name]
-                cast = cast._replace(signs=signs, key=_at_shard(key, axes, x.shape))
-            casts.append(cast)
-        return quantize_triton.quantize(x, *casts, reduce_amax=lambda amax: _pmax(amax, axes))
+    def local(x, words, rest):
+        casts: dict[str, Cast | None] = {"row": None, "col": None}
+        for name, cast in named.items():
+            signs, offsets = rest[name]
+            key = None if offsets is None else _at_shard(bits.Key(words[name], *offsets), axes, x.shape)
+            casts[name] = cast._replace(signs=signs, key=key)
+        return quantize_triton.quantize(x, casts["row"], casts["col"], reduce_amax=lambda amax: _pmax(amax, axes))
+
+    if mesh is None:
+        axes = (None, None)
+        return _distinct_under_vmap(local)(x, words, rest) if words else local(x, words, rest)
 
     def specs(cast, a, b):
         if cast is None:
@@ -83,9 +83,26 @@ def quantize(
         return qtensor.QTensor(PartitionSpec(a, b), PartitionSpec(a, b), scale, cast.spec, 1)  # pyright: ignore
 
     out = (specs(row, *axes), specs(col, *axes[::-1]))
-    replicated = jax.tree.map(lambda _: PartitionSpec(), arrays)
-    run = jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(*axes), replicated), out_specs=out, check_vma=False)
-    return run(x, arrays)
+    replicated = jax.tree.map(lambda _: PartitionSpec(), (words, rest))
+    in_specs = (PartitionSpec(*axes), *replicated)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)(x, words, rest)
+
+
+def _distinct_under_vmap(run):
+    """Return run(x, words, rest) with a batching rule: where x is batched and words are not, the batch index enters these."""
+    custom = jax.custom_batching.custom_vmap(run)
+
+    @custom.def_vmap
+    def rule(axis_size, in_batched, x, words, rest):
+        if in_batched[0] and not any(jax.tree.leaves(in_batched[1])):
+            words = {name: bits.distinct_words(key_words, axis_size) for name, key_words in words.items()}
+            in_batched = [True, dict.fromkeys(words, True), in_batched[2]]
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        batched = jax.vmap(run, in_axes=in_axes, axis_size=axis_size)
+        out = _distinct_under_vmap(batched)(x, words, rest)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return custom
 
 
 def matmul(
@@ -110,12 +127,17 @@ def matmul(
     target = triton_call.current_target()
     assert target is not None
     m, n, k = axes
-    partial = jnp.float32 if mesh is not None and k is not None else out_dtype
+    gathers = [_more(now, wanted) for now, wanted in zip(at_rest or (n, k), (n, k), strict=True)]
+    scatters = [_more(now, wanted) for now, wanted in zip(scatter or (m, n), (m, n), strict=True)]
+    if not set(scatters[0] + scatters[1]) <= set(_names(k)):
+        raise ValueError(f"a product summed over {k!r} cannot be scattered to {scatter}")
+    left = tuple(name for name in _names(k) if name not in scatters[0] + scatters[1])
+    kernel_dtype = out_dtype if not _names(k) and out_dtype in (jnp.float32, jnp.bfloat16) else jnp.float32
 
     def local(a_data, a_scale, b_data, b_scale, tensors):
-        for dimension, (now, wanted) in enumerate(zip(at_rest or (n, k), (n, k), strict=True)):
-            if now != wanted:
-                gather = functools.partial(lax.all_gather, axis_name=now, axis=dimension, tiled=True)
+        for dimension, names in enumerate(gathers):
+            if names:
+                gather = functools.partial(lax.all_gather, axis_name=names, axis=dimension, tiled=True)
                 b_data, b_scale = gather(b_data), gather(b_scale)
         product = matmul_triton.scaled_matmul(
             a_data,
@@ -128,15 +150,12 @@ def matmul(
             a_tensor_scale=tensors[0],
             b_tensor_scale=tensors[1],
             alpha=alpha,
-            out_dtype=partial,
+            out_dtype=kernel_dtype,
         )
-        if mesh is None or k is None:
-            return product
-        for dimension, (now, wanted) in enumerate(zip((m, n), scatter or (m, n), strict=True)):
-            if now != wanted:
-                product = lax.psum_scatter(product, wanted, scatter_dimension=dimension, tiled=True)
-                return product.astype(out_dtype)
-        return lax.psum(product, k).astype(out_dtype)
+        for dimension, names in enumerate(scatters):
+            if names:
+                product = lax.psum_scatter(product, names, scatter_dimension=dimension, tiled=True)
+        return (lax.psum(product, left) if left else product).astype(out_dtype)
 
     tensors = (lhs.tensor_scale, rhs.tensor_scale)
     operands = (lhs.data, lhs.scale_bytes, rhs.data, rhs.scale_bytes, tensors)
@@ -146,6 +165,18 @@ def matmul(
     in_specs = (row, row, col, col, jax.tree.map(lambda _: PartitionSpec(), tensors))
     out_specs = PartitionSpec(*(scatter or (m, n)))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
+
+
+def _names(axis: AxisName) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _more(now: AxisName, wanted: AxisName) -> tuple[str, ...]:
+    """Return the mesh axes that split a dimension beyond those that should; raises ValueError unless these come first."""
+    outer = _names(wanted)
+    if _names(now)[: len(outer)] != outer:
+        raise ValueError(f"a dimension split over {now!r} does not come from one split over {wanted!r}")
+    return _names(now)[len(outer) :]
 
 
 def _at_shard(key: bits.Key | None, axes: tuple[AxisName, AxisName], shape: tuple[int, ...]) -> bits.Key | None:

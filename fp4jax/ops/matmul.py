@@ -18,6 +18,7 @@ from fp4jax.ops import qtensor, triton_call
 from fp4jax.recipe import GemmSpec
 
 IMPLS = ("auto", "reference", "xla", "triton")
+LARGEST_ROTATION = 128  # a larger one spills registers, or needs more shared memory than there is
 _VALUE_TYPES = {"e2m1": jnp.float4_e2m1fn, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -75,6 +76,8 @@ def _why_not_xla(spec: GemmSpec) -> str:
 def _why_not_triton(spec: GemmSpec, target: triton_call.Target | None, ragged: bool) -> str:
     if ragged:
         return "kernels do not pad ragged lengths"
+    if spec.rotation.size > LARGEST_ROTATION:
+        return f"kernels rotate by at most {LARGEST_ROTATION} elements"
     formats_of = {spec.lhs.format, spec.rhs.format}
     if formats_of not in ({"mxfp4"}, {"nvfp4"}):
         return "there are kernels for MXFP4 and NVFP4 only"

@@ -21,8 +21,6 @@ from fp4jax import bits, rounding, scales
 from fp4jax.ops import qtensor
 from fp4jax.recipe import OperandSpec
 
-_VMAP_WORD = bits.path_word("vmap")
-
 
 def quantize(x: jax.Array, spec: OperandSpec, axis: int, *, key=None, amax: jax.Array | None = None) -> qtensor.QTensor:
     """Quantize `x` along `axis` (the contraction axis of the GEMM that will consume it).
@@ -180,7 +178,7 @@ def _distinct_under_vmap(draw):
     @custom.def_vmap
     def rule(axis_size, in_batched, x, words, offsets):
         if in_batched == [True, False, (False, False)]:
-            words = jax.vmap(lambda i: bits.fold_in(bits.Key(words), _VMAP_WORD, i).words)(jnp.arange(axis_size))
+            words = bits.distinct_words(words, axis_size)
             in_batched = [True, True, (False, False)]
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
         batched = jax.vmap(draw, in_axes=in_axes, axis_size=axis_size)

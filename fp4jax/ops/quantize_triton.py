@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from jax import lax
 
-from fp4jax import formats, rotation, rounding, scales
+from fp4jax import bits, formats, rotation, rounding, scales
 from fp4jax.ops import qtensor, triton_call
 from fp4jax.ops.kernels import Cast
 from fp4jax.recipe import OperandSpec
@@ -609,17 +609,19 @@ def _key_words(cast: Cast | None) -> jax.Array:
     """Return (k0, k1, row offset, column offset), uint32[4]."""
     if cast is None or cast.key is None:
         return jnp.zeros((4,), jnp.uint32)
-    offsets = (cast.key.row_offset, cast.key.col_offset)
-    return jnp.concatenate([cast.key.words, jnp.stack([jnp.asarray(o).astype(jnp.uint32) for o in offsets])])
+    words, *offsets = bits.as_key(cast.key)
+    return jnp.concatenate([words, jnp.stack(offsets)])
 
 
-def check_cast(cast: Cast, length: int) -> None:
-    """Raise ValueError when the kernel cannot run a cast, or when `length` (of its contraction) does not divide."""
+def check_cast(cast: Cast, length: int, free: int) -> None:
+    """Raise ValueError when the kernel cannot run a cast, or when its contraction `length` or `free` does not divide."""
     if cast.spec.format not in ("mxfp4", "nvfp4"):
         raise ValueError(f"the quantize kernel knows mxfp4 and nvfp4, not {cast.spec}")
     multiple = max(cast.spec.multiple, cast.size)
     if length % multiple:
         raise ValueError(f"contraction length {length} is not a multiple of {multiple} ({cast.spec})")
+    if free % cast.spec.across:
+        raise ValueError(f"length {free} across square blocks is not a multiple of {cast.spec.across} ({cast.spec})")
 
 
 def quantize(
@@ -641,9 +643,9 @@ def quantize(
     """
     R, C = x.shape
     casts, lengths = (row, col), (C, R)
-    for cast, length in zip(casts, lengths, strict=True):
+    for cast, length, free in zip(casts, lengths, (R, C), strict=True):
         if cast is not None:
-            check_cast(cast, length)
+            check_cast(cast, length, free)
     target = triton_call.current_target()
     arch = "" if target is None else target.arch
     native = native_passes(arch) if native is None else native
