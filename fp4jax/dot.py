@@ -203,15 +203,17 @@ def _quantize_early(how: _How, x_MK, w_KN, key: bits.Key | None, name: tuple | N
         if how.impls["wgrad"] != "triton" and how.spec("wgrad").lhs.element is not None:
             spec = how.spec("wgrad")
             alike = spec.lhs.source == "input" and not _draws(spec, 0)
-            once = _once if name is not None and alike else lambda make, *_: make()
-            ready[("wgrad", 0)] = once(lambda: _pack(how, "wgrad", x_MK, key), name, (spec.lhs, spec.rotation, spec.pad))
+            what = (spec.lhs, spec.rotation, spec.pad)
+            ready[("wgrad", 0)] = _once(lambda: _pack(how, "wgrad", x_MK, key), name if alike else None, what)
         if how.impls["dgrad"] != "triton" and how.spec("dgrad").rhs.element is not None:
             ready[("dgrad", 1)] = _pack(how, "dgrad", w_KN, key)
     return ready
 
 
 def _once(make, name, what):
-    """Return make(), or what an earlier dot of the same lhs made of it for the same `what`."""
+    """Return make(), or what an earlier dot of the same lhs made of it for the same `what`; name None shares nothing."""
+    if name is None:
+        return make()
     shared, lhs, contract = name
     if (what, contract) not in shared or shared[what, contract][0] is not lhs:
         shared[what, contract] = lhs, make()
@@ -236,9 +238,8 @@ def _quantize_by_kernel(how: _How, operand: str, matrix, key: bits.Key | None, n
         return {}
     pairs = list(zip(casts, where, strict=True))
     alike = not any(cast is not None and _draws(how.spec(gemm), i) for cast, (gemm, i) in pairs)
-    once = _once if name is not None and alike else lambda make, *_: make()
     what = tuple((gemm, None if cast is None else (cast.spec, how.spec(gemm).rotation)) for cast, (gemm, _) in pairs)
-    both = once(lambda: _launch(how, operand, matrix, *casts), name, what)
+    both = _once(lambda: _launch(how, operand, matrix, *casts), name if alike else None, what)
     ready = {place: q for place, q in zip(where, both, strict=True) if q is not None}
     return {place: q if place[0] == "fprop" else _named(q) for place, q in ready.items()}
 

@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import json
 import logging
-import os
 import pathlib
 import re
 import time
@@ -125,9 +124,7 @@ def run_row(config: Any, row: list[Cell], workdir: pathlib.Path, stop: StopReque
         finally:
             run.close()
         result |= {"steps": settings.train.steps, "share": cell.share, "seconds": round(time.monotonic() - started, 1)}
-        temporary = directory / "result.json.tmp"
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, directory / "result.json")
+        loop.write_json(directory / "result.json", result)
     jax.clear_caches()
 
 

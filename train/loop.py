@@ -67,10 +67,10 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
     if stored is None:  # an old one is rewritten once its checkpoint was read
-        _write_json(workdir / "config.json", _config_json(settings, dataset))
-    _write_json(workdir / "census.json", census)
+        write_json(workdir / "config.json", _config_json(settings, dataset))
+    write_json(workdir / "census.json", census)
     for phase, rows in zip(settings.schedule, later, strict=True):
-        _write_json(workdir / f"census_from_step_{phase.start}.json", rows)
+        write_json(workdir / f"census_from_step_{phase.start}.json", rows)
     return dataset, mesh, census
 
 
@@ -78,7 +78,8 @@ def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:
     return {**settings.to_dict(), "run": {"data_fingerprint": dataset.fingerprint}}
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Write JSON data so that the file is either whole or not there; raises InputError where it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ class Run:
         self.val_loss: float | None = None
         self._programs = {} if programs is None else programs
         self.state, self.done = self._restore_or_init(initial)
-        _write_json(workdir / "config.json", _config_json(settings, dataset))
+        write_json(workdir / "config.json", _config_json(settings, dataset))
 
     def _phase_programs(self, at: int) -> tuple[Any, Any]:
         """Return (train step, evaluation step) of the schedule's phase at optimizer step `at`, made once per recipe."""
