@@ -36,7 +36,7 @@ def main() -> int:
     if "ablate" not in CONFIG.value:
         raise InputError("the config has no `ablate` section: see configs/ablation_tiny.py")
     path = config_flags.get_config_filename(flags.FLAGS["config"])
-    workdir = pathlib.Path(WORKDIR.value or _default_workdir(path))
+    workdir = pathlib.Path(WORKDIR.value or cli.default_workdir(path))
     cells = grid.cells(CONFIG.value.ablate)
     if WORKER.value:
         return grid.work(CONFIG.value, cells, workdir)
@@ -104,11 +104,6 @@ def _default_jobs() -> int:
     import jax
 
     return (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-
-
-def _default_workdir(path: str) -> str:
-    name, _, argument = path.partition(":")
-    return f"runs/{pathlib.Path(name).stem}" + (f"_{argument}" if argument else "")
 
 
 def _claim(workdir: pathlib.Path, config: Any) -> None:

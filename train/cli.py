@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import pathlib
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -71,6 +73,12 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
         raise InputError(f"flags: {type(error).__name__}: {error}") from None
     if len(rest) > 1:
         raise InputError(f"flags: unexpected arguments {rest[1:]}")
+
+
+def default_workdir(config_path: str) -> str:
+    """Return runs/<file name>[_<argument>] for the value of --config."""
+    path, _, argument = config_path.partition(":")
+    return f"runs/{pathlib.Path(path).stem}" + (f"_{re.sub(r'[^\w.-]', '_', argument)}" if argument else "")
 
 
 def perplexity(val_loss: float | None) -> float | None:

@@ -6,7 +6,6 @@ of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe; e
 
 import logging
 import pathlib
-import re
 import sys
 
 from absl import flags
@@ -27,7 +26,7 @@ def main() -> int:
     from train import config, loop  # after the flags were read: importing jax and orbax takes seconds
 
     settings = config.resolve(CONFIG.value)
-    workdir = pathlib.Path(WORKDIR.value or default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
+    workdir = pathlib.Path(WORKDIR.value or cli.default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
     stop = cli.StopRequest()
     dataset, mesh, census = loop.prepare(settings, workdir)
     run = loop.Run(settings, workdir, dataset, mesh)  # restores first: a damaged checkpoint is one line on stderr
@@ -49,12 +48,6 @@ def main() -> int:
         }
     )
     return stop.exit_code if result.stopped else cli.DONE
-
-
-def default_workdir(config_path: str) -> str:
-    """Return runs/<file name>[_<argument>] for the value of --config."""
-    path, _, argument = config_path.partition(":")
-    return f"runs/{pathlib.Path(path).stem}" + (f"_{re.sub(r'[^\w.-]', '_', argument)}" if argument else "")
 
 
 if __name__ == "__main__":
