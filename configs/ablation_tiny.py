@@ -32,6 +32,7 @@ def get_config(argument: str = "") -> ConfigDict:
     config.data.seq_len, config.data.max_val_sequences = 128, 256
     config.optimizer.update(peak_lr=4e-3, end_lr=4e-4, warmup_steps=40)
     config.train.update(steps=600, batch_size=16, eval_every=25, checkpoint_every=200, keep_checkpoints=0)
+    config.diagnose.every = 200
     config.ablate = default_section()
     config.ablate.rows = (*LADDER, with_rule("mxfp4", "floor"), with_rule("mxfp4_h16", "floor"))
     config.ablate.perturbed = ("fp8_current", "mxfp4")
@@ -41,6 +42,6 @@ def get_config(argument: str = "") -> ConfigDict:
         config.model.update(n_layers=1, d_model=64, n_heads=2, n_kv_heads=1, d_ff=128)
         config.data.update(seq_len=64, max_val_sequences=32)
         config.train.update(steps=30, eval_every=5, checkpoint_every=10)
-        config.optimizer.warmup_steps = 5
+        config.optimizer.warmup_steps, config.diagnose.every = 5, 15
         config.ablate.update(rows=("fp8_current", "mxfp4_h16"), seeds=(0,), perturbed=("fp8_current",), horizon_seeds=1)
     return config.lock()

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp4jax import bits, rotation, rounding
+from fp4jax import bits, rotation, rounding, stats
 from fp4jax.ops import kernels, matmul, qtensor, quantize
 from fp4jax.recipe import GEMMS, OPERANDS, GemmSpec, Recipe
 
@@ -46,6 +46,7 @@ def quantized_dot_general(
     residuals: str = "operands",
     shared: dict[Any, Any] | None = None,
     partition: kernels.Partition | None = None,
+    sums: stats.Sums | None = None,
 ) -> jax.Array:
     """Return lax.dot_general(lhs, rhs, dimension_numbers) with the forward and both backward GEMMs following `recipe`.
 
@@ -59,11 +60,12 @@ def quantized_dot_general(
     backward keeps of x and w, "operands" as they are, or "packed": the codes and scales that wgrad and dgrad multiply, where
     these are quantized, named "fp4_residual" for remat policies. shared: a dict that several dots of the same lhs are given,
     so that they keep one packed copy of it (where no random bits are drawn for it). partition: how a mesh splits the layer,
-    needed by kernels on several devices; the other implementations are partitioned by XLA.
+    needed by kernels on several devices; the other implementations are partitioned by XLA. sums: `stats.zeros()`, to measure:
+    its cotangent holds what the casts and GEMMs of this call did. Without it nothing is computed for that.
 
     Raises ValueError when a contraction length is not a multiple of the GEMM's blocks and rotation and the GEMM does not pad,
     when key or history are missing, when `impl` is unknown or cannot run a GEMM here, or when residuals="packed" meets delayed
-    scaling, a split, or a clipping rule, which need the operands themselves.
+    scaling, a split, a clipping rule, or sums, which need the operands themselves.
     """
     matmul.check_impl(impl)
     if not isinstance(recipe, Recipe):
@@ -80,6 +82,8 @@ def quantized_dot_general(
         raise ValueError(f"unknown {residuals=}: choose from {list(RESIDUALS)}")
     if residuals == "packed":
         _check_packable(recipe)
+        if sums is not None:
+            raise ValueError("residuals='packed' does not apply where sums are taken: these need the operands")
     key = None if key is None else bits.as_key(key)
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)  # refuses what lax refuses
     out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -100,13 +104,13 @@ def quantized_dot_general(
     how = _How(recipe, impls, precision, jnp.dtype(out_dtype), residuals, partition)
     name = None if batch or shared is None else (shared, lhs, tuple(lhs_contract))
 
-    def dot(x_MK, w_KN, key, history):
+    def dot(x_MK, w_KN, key, history, sums):
         ready = _quantize_early(how, x_MK, w_KN, key, name)
-        return _dot_2d(how, x_MK, w_KN, key, history, ready)
+        return _dot_2d(how, x_MK, w_KN, key, history, ready, sums)
 
     for _ in batch:
-        dot = jax.vmap(dot, in_axes=(0, 0, None, None))
-    y = dot(x, w, key, history)
+        dot = jax.vmap(dot, in_axes=(0, 0, None, None, None))
+    y = dot(x, w, key, history, sums)
     return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
 
 
@@ -283,23 +287,25 @@ def _pack(how: _How, gemm: str, operand: jax.Array, key: bits.Key | None) -> qte
     return _named(quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key))
 
 
-def _dot_2d(how: _How, x, w, key, history, ready):
+def _dot_2d(how: _How, x, w, key, history, ready, sums):
     """The custom_vjp dot of x_MK and w_KN; ready: what is quantized of them already."""
     recipe = how.recipe
     like_x, like_w = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w))
 
     @jax.custom_vjp
-    def dot(x_MK, w_KN, key, history, ready):
+    def dot(x_MK, w_KN, key, history, ready, sums):
         return _gemm(how, "fprop", (x_MK, 1), (w_KN, 0), key, history, ready, how.out_dtype)[0]
 
-    def forward(x_MK, w_KN, key, history, ready):
+    def forward(x_MK, w_KN, key, history, ready, sums):
         y_MN, maxima = _gemm(how, "fprop", (x_MK, 1), (w_KN, 0), key, history, ready, how.out_dtype)
+        if sums is not None:
+            sums = [_measure(how, "fprop", (x_MK, 1), (w_KN, 0), (x_MK, w_KN), key, history, y_MN)]
         kept = (None if ("wgrad", 0) in ready else x_MK, None if ("dgrad", 1) in ready else w_KN)
         packed = {place: q for place, q in ready.items() if place[0] != "fprop"}
-        return y_MN, (kept, key, history, packed, maxima)
+        return y_MN, (kept, key, history, packed, maxima, sums)
 
     def backward(residuals, dy_MN):
-        (x_MK, w_KN), key, history, ready, maxima = residuals
+        (x_MK, w_KN), key, history, ready, maxima, sums = residuals
         reuse_w, reuse_x = recipe.dgrad.rhs.source == "fprop", recipe.wgrad.lhs.source == "fprop"
         fprop_key = _gemm_key(key, "fprop")
         signs = _signs(recipe.fprop, fprop_key) if reuse_w or reuse_x else None
@@ -316,14 +322,60 @@ def _dot_2d(how: _How, x, w, key, history, ready):
         dw_KN, wgrad_maxima = _gemm(how, "wgrad", (x, 0), (dy_MN, 0), key, history, ready, dw_dtype)
         dx_MK = _to_input(dx_MK, 0, (like_x if x_MK is None else x_MK, 1), recipe, key, rotated=reuse_w)
         dw_KN = _to_input(dw_KN, 1, (like_w if w_KN is None else w_KN, 0), recipe, key, rotated=reuse_x)
+        if sums is not None:
+            dgrad = _measure(how, "dgrad", (dy_MN, 1), (w, 1), (dy_MN, w_KN), key, history, dx_MK)
+            wgrad = _measure(how, "wgrad", (x, 0), (dy_MN, 0), (x_MK, dy_MN), key, history, dw_KN)
+            sums = jax.tree.map(lambda *of_gemms: jnp.stack(of_gemms), *sums, dgrad, wgrad)
         if history is not None:
             measured = jnp.stack([jnp.stack(pair) for pair in (maxima, dgrad_maxima, wgrad_maxima)])
             history = jnp.zeros_like(history).at[..., 0].set(measured)
         depends_on = (x_MK, w_KN, dy_MN)
-        return _first_derivative_only(dx_MK, depends_on), _first_derivative_only(dw_KN, depends_on), None, history, None
+        gradients = (_first_derivative_only(g, depends_on) for g in (dx_MK, dw_KN))
+        return *gradients, None, history, None, sums
 
     dot.defvjp(forward, backward)
-    return dot(x, w, key, history, ready)
+    return dot(x, w, key, history, ready, sums)
+
+
+def _measure(how: _How, gemm, lhs_and_axis, rhs_and_axis, exact_operands, key, history, product) -> stats.Sums:
+    """Return the sums of one GEMM, given what `_gemm` was given, the operands before fprop's casts, and the product."""
+    spec, gemm_key = how.spec(gemm), _gemm_key(key, gemm)
+    operands, axes = zip(lhs_and_axis, rhs_and_axis, strict=True)
+    exact_lhs, exact_rhs = (x.astype(jnp.float32) for x in exact_operands)
+    exact = matmul.reference_dot(exact_lhs, exact_rhs, (((axes[0],), (axes[1],)), ((), ())))
+    if spec.split == "mean":
+        operands, _ = _split_mean(gemm, operands, axes)
+    if spec.is_plain:
+        return jax.tree.map(lambda leaf: leaf[0], stats.zeros())
+    signs, casts, lengths = _signs(spec, gemm_key), [], []
+    for i, (operand, axis) in enumerate(zip(operands, axes, strict=True)):
+        operand_spec = (spec.lhs, spec.rhs)[i]
+        amax = None if history is None else history[GEMMS.index(gemm), i, 0]
+        rotated, operand_key, _ = _prepare(i, spec, (operand, axis), gemm_key, signs, OPERANDS[gemm][i])
+        cast = stats.operand_sums(rotated, operand_spec, axis, operand_key, amax, rotation=spec.rotation.size)
+        plain = jax.tree.map(jnp.zeros_like, cast)
+        if spec.rotation.size:
+            unrotated, _, _ = _prepare(i, spec, (operand, axis), gemm_key, signs, OPERANDS[gemm][i], rotate=False)
+            plain = stats.operand_sums(unrotated, operand_spec, axis, operand_key, amax)
+        casts.append((cast, plain))
+        lengths.append(rotated.shape[axis])
+    of_gemm = stats.gemm_sums(product, exact, casts[0][0], casts[1][0], lengths[0])
+    (lhs, rhs) = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *pair) for pair in casts)
+    return stats.Sums(jax.tree.map(lambda *leaves: jnp.stack(leaves), lhs, rhs), of_gemm)
+
+
+def weight_codes(recipe: Recipe, w_KN: jax.Array, key: bits.Key | None) -> jax.Array | None:
+    """Return the codes (uint8, shape of w, −0 as 0) that fprop multiplies for a weight, None where it has none.
+
+    key: as `quantized_dot_general` takes it. A ragged weight is padded; codes of the padding are left out.
+    """
+    spec, gemm_key = recipe.fprop, _gemm_key(key, "fprop")
+    element = spec.rhs.element
+    if element is None:
+        return None
+    w, operand_key, _ = _prepare(1, spec, (w_KN, 0), gemm_key, _signs(spec, gemm_key), "w")
+    codes = quantize.quantize(w, spec.rhs, 0, key=operand_key).codes[: w_KN.shape[0], : w_KN.shape[1]]
+    return jnp.where(codes == 1 << (element.bits - 1), jnp.uint8(0), codes)
 
 
 def roll_history(history: jax.Array, measured: jax.Array) -> jax.Array:
@@ -379,16 +431,16 @@ def _signs(spec: GemmSpec, gemm_key: bits.Key | None) -> jax.Array | None:
     return rotation.rotation_signs(spec.rotation, None if gemm_key is None else bits.fold_in(gemm_key, _SIGNS_WORD))
 
 
-def _prepare(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name):
+def _prepare(index, spec: GemmSpec, operand_and_axis, gemm_key, signs, name, *, rotate=True):
     """Pad and rotate one operand; return (what is to be quantized, the key for it, what `split` took out)."""
     (operand, axis), operand_spec = operand_and_axis, (spec.lhs, spec.rhs)[index]
     if spec.pad:
         operand = _pad(operand, axis, spec.multiple)
         operand = _pad(operand, 1 - axis, operand_spec.across or 1)
-    if spec.rotation.size:
+    if spec.rotation.size and rotate:
         operand = rotation.hadamard(operand, spec.rotation.size, axis, signs)
     first = None
-    if spec.split == "first":
+    if spec.split == "first" and rotate:
         operand, first = rotation.split_first(operand, spec.rotation.size, axis)
     operand_key = _operand_key(spec, index, gemm_key, name)
     quantize.check_operand(operand, operand_spec, axis, operand_key)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp4jax import bits, dot, recipes
+from fp4jax import bits, dot, recipes, stats
 from fp4jax.ops import kernels, matmul
 from fp4jax.recipe import GEMMS, GemmSpec, Recipe
 
@@ -27,13 +27,15 @@ OUTSIDE_BLOCKS = ("lm_head",)
 
 
 class Context(NamedTuple):
-    """What the casts of one step share: the step's key (None when nothing is drawn), and the history of delayed scaling.
+    """What the casts of one step share: the step's key (None when nothing is drawn), and what their dots measure.
 
-    history: {path: float32 [n_layers, 3, 2, H], or [3, 2, H] outside blocks}; its cotangent holds the new maxima.
+    history: {path: float32 [n_layers, 3, 2, H], or [3, 2, H] outside blocks} of delayed scaling; its cotangent holds the new
+    maxima. sums: {path: `stats.zeros`} of the layers that are to be measured; its cotangent holds the figures.
     """
 
     key: bits.Key | None
     history: Mapping[str, jax.Array]
+    sums: Mapping[str, stats.Sums] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,36 @@ class Numerics:
                 out[path] = jnp.zeros((*(() if outside else (self.n_layers,)), 3, 2, HISTORY), jnp.float32)
         return out
 
+    def init_sums(self, paths: Iterable[str]) -> dict[str, stats.Sums]:
+        """Return the zero sums of every path that is quantized in some block: what `Context.sums` takes."""
+        out = {}
+        for path in paths:
+            outside = path in OUTSIDE_BLOCKS
+            if any(not recipe.is_plain for recipe, _, _ in self.recipes_of(path, None if outside else ...)):
+                out[path] = stats.zeros(() if outside else (self.n_layers,))
+        return out
+
+    def weight_codes(self, path: str, kernels_LKN: jax.Array, key: Any) -> jax.Array | None:
+        """Return the codes (uint8) that fprop multiplies for the weights of a path, None where some block has none.
+
+        kernels_LKN: those of all blocks, or one [K, N] outside blocks. key: this step's.
+        """
+        if kernels_LKN.ndim == 2:
+            recipe, _ = self.recipe_for(path, None)
+            return dot.weight_codes(recipe, kernels_LKN, _layer_key(key, path, None))
+        out: list[Any] = [None] * len(kernels_LKN)
+        for recipe, _, layers in self.recipes_of(path, ...):
+            index = np.array(layers, np.uint32)
+            of_layer = functools.partial(self._codes_of, recipe, path, key)
+            codes = None if recipe.fprop.rhs.element is None else jax.vmap(of_layer)(kernels_LKN[index], index)
+            for i, layer in enumerate(layers):
+                out[layer] = None if codes is None else codes[i]
+        return None if any(codes is None for codes in out) else jnp.stack(out)
+
+    @staticmethod
+    def _codes_of(recipe: Recipe, path: str, key, kernel_KN, layer):
+        return dot.weight_codes(recipe, kernel_KN, _layer_key(key, path, layer) if recipe.needs_key else None)
+
     def dot(
         self, path: str, layer: jax.Array | int | None = None, key: Any = None, shared: dict[Any, Any] | None = None
     ) -> Callable[..., jax.Array]:
@@ -139,11 +171,11 @@ class Numerics:
         that read the same input, so that they keep one packed copy of it.
         """
         context = key if isinstance(key, Context) else Context(None if key is None else bits.as_key(key), {})
-        layer_word = _NO_LAYER if layer is None else layer
-        layer_key = None if context.key is None else bits.fold_in(context.key, bits.path_word(path), layer_word)
-        history = context.history.get(path)
-        if history is not None and layer is not None:
-            history = history[layer]
+        layer_key = _layer_key(context.key, path, layer)
+        history, sums = (
+            jax.tree.map(lambda leaf: leaf if layer is None else leaf[layer], of.get(path))
+            for of in (context.history, context.sums)
+        )
         choices = self.recipes_of(path, layer)
 
         def one(choice, lhs, rhs, dimension_numbers, precision, preferred_element_type):
@@ -163,7 +195,8 @@ class Numerics:
                 key=layer_key if recipe.needs_key else None,
                 history=history if recipe.needs_history else None,
                 impl=self.impl,
-                residuals=self.residuals,
+                residuals=self.residuals if sums is None else "operands",
+                sums=sums,
                 partition=None if self.partition is None else self.partition(path),
                 shared=shared if len(choices) == 1 else None,  # a branch of a switch may not see another's arrays
             )
@@ -217,6 +250,10 @@ class Numerics:
                     "exempt": reasons[gemm],
                 }
             )
+
+
+def _layer_key(key: bits.Key | None, path: str, layer: Any) -> bits.Key | None:
+    return None if key is None else bits.fold_in(key, bits.path_word(path), _NO_LAYER if layer is None else layer)
 
 
 def _module(path: str, layer: Any, layers: tuple[int, ...], choices: int) -> str:

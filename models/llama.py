@@ -106,6 +106,25 @@ def num_params(config: LlamaConfig) -> int:
     return c.n_layers * layer + c.d_model + c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2)
 
 
+def linear_kernels(params: Any, config: LlamaConfig) -> dict[str, jax.Array]:
+    """Return the kernel of every linear layer by path, those of the blocks stacked, [n_layers, in, out]; lm_head [D, V]."""
+
+    def of_path(block: Any, path: str) -> jax.Array:
+        for name in path.split("/"):
+            block = block[name]
+        return block["kernel"]
+
+    c, out = config, {}
+    for path in LINEAR_PATHS:
+        if path == "lm_head":
+            out[path] = params["embed"]["embedding"].T if c.tie_embeddings else params["lm_head"]["kernel"]
+        elif c.scan_layers:
+            out[path] = of_path(params["layers"], path)
+        else:
+            out[path] = jnp.stack([of_path(params[f"layers_{i}"], path) for i in range(c.n_layers)])
+    return out
+
+
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Return the rotation per position of each pair, in radians, [R] float64: θ^(−r/R), stretched as in Llama 3.1.
 

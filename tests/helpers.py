@@ -13,10 +13,12 @@ import unittest.mock
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
+from fp4jax import dot
 from models.llama import LINEAR_PATHS
 from train import cli, config, loop, sharding, step
 
@@ -228,3 +230,16 @@ def one_step(run_settings):
     mesh, train_step = compiled_step(run_settings)
     state, metrics = train_step(initial_state(run_settings, mesh), tokens(run_settings))
     return float(metrics["train_loss"]), leaves(state.opt_state[1].mu)
+
+
+def unpair_rotations(monkeypatch):
+    """Rotate the right operand of every GEMM with some signs turned, which no Recipe can say."""
+    prepare = dot._prepare
+
+    def unpaired(index, spec, operand_and_axis, gemm_key, signs, name, **rest):
+        if index == 1 and spec.rotation.size:
+            turned = jnp.where(jnp.arange(spec.rotation.size) % 3 == 0, -1.0, 1.0)
+            signs = turned if signs is None else signs * turned
+        return prepare(index, spec, operand_and_axis, gemm_key, signs, name, **rest)
+
+    monkeypatch.setattr(dot, "_prepare", unpaired)

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 from helpers import ROOT, command, environment
+from scipy import stats
 
-from configs import ablation_tiny
+from configs import ablation_tiny, hypotheses
 from train import ablation_report, config, grid, loop, sharding, step
 from train.errors import InputError
 from train.metrics import read_rows
@@ -46,6 +47,7 @@ def test_the_cells_of_a_grid():
         ({"seeds": (1, 1)}, "hold anything twice"),
         ({"baseline": "mxfp5"}, "'mxfp5' is no row"),
         ({"perturbed": ("none",)}, "'none' is no row"),
+        ({"contrasts": (("mxfp4", "mxfp5"),)}, "'mxfp5' is no row"),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(changes, message):
@@ -64,6 +66,45 @@ def test_every_row_of_the_shipped_grids_resolves(argument):
         assert settings.train.steps == round(c.train.steps * cell.share) == settings.optimizer.decay_steps
     floor = grid.settings_of(c, grid.Cell(*ablation_tiny.with_rule("mxfp4_h16", "floor"), seed=0)).numerics.recipe
     assert {s.scale_rule for g in (floor.fprop, floor.dgrad, floor.wgrad) for s in (g.lhs, g.rhs)} == {"floor"}
+
+
+@pytest.mark.parametrize("question", hypotheses.QUESTIONS)
+def test_every_row_of_a_question_resolves_and_shares_its_cells_with_the_others(question):
+    c = hypotheses.get_config(question)
+    tiny = {cell.label: cell for cell in grid.cells(ablation_tiny.get_config("full").ablate)}
+    digests = {}
+    for cell in grid.cells(c.ablate):
+        settings = grid.settings_of(c, cell)
+        if cell.label in tiny:
+            assert (cell.recipe, cell.schedule) == (tiny[cell.label].recipe, tiny[cell.label].schedule)
+        digests.setdefault(cell.label, (settings.numerics.recipe.digest(), *(phase.start for phase in settings.schedule)))
+    assert len(set(digests.values())) == len(digests)
+    own = {k: v for k, v in c.to_dict().items() if k != "ablate"}
+    assert own == {k: v for k, v in ablation_tiny.get_config().to_dict().items() if k != "ablate"}
+
+
+def test_a_row_may_have_a_schedule():
+    c = hypotheses.get_config("h")
+    settings = {cell.label: grid.settings_of(c, cell) for cell in grid.cells(c.ablate)}
+    assert [(p.start, p.name) for p in settings["mxfp4_healed"].schedule] == [(540, "fp8_current")]
+    assert settings["mxfp4_healed"].numerics.recipe == settings["mxfp4"].numerics.recipe
+
+
+def test_contrasts_are_paired_between_rows(tmp_path):
+    c = ablation_tiny.get_config("smoke").unlock()
+    c.ablate.update(rows=("fp8_current", "mxfp4", "mxfp4_h16"), seeds=(0, 1), perturbed=(), horizons=())
+    c.ablate.contrasts = (("mxfp4_h16", "mxfp4"),)
+    losses = {"fp8_current": (1.0, 2.0), "mxfp4": (1.5, 2.6), "mxfp4_h16": (1.4, 2.3)}
+    for cell in grid.cells(c.ablate):
+        result = {"val_loss": losses[cell.label][cell.seed], "val_loss_unquantized": 1.0, "diverged": None}
+        loop.write_json(tmp_path / cell.path / "result.json", result)
+        (tmp_path / cell.path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "val_loss": 2.0, "grad_norm": 1.0}\n')
+    ablation_report.write(tmp_path, c, grid.cells(c.ablate), tmp_path / "report")
+    (contrast,) = json.loads((tmp_path / "report" / "results.json").read_text())["contrasts"]
+    assert (contrast["row"], contrast["other"], contrast["seeds"]) == ("mxfp4_h16", "mxfp4", 2)
+    assert contrast["mean"] == pytest.approx(-0.2)
+    assert contrast["p"] == pytest.approx(2 * stats.t.sf(2.0, 1))
+    assert "| mxfp4_h16 | mxfp4 | -0.2000 (-1.4706 to +1.0706) | 0.295 | 2 |" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_seeds_are_one_program_with_their_own_weights_and_bits(tmp_path):
@@ -136,11 +177,11 @@ def test_smoke_twice_is_bit_identical_whether_killed_or_not_and_reports(tmp_path
     assert results["rows"]["mxfp4_h16"]["study"] == "8–9 %"
     assert results["perturbation"]["fp8_current"]["runs"] == 1
     page = (other / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 6
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "emulated" in page
     assert (other / "report.md").read_text().count("\n| ") == 3
-    for name in ("curves.png", "curves_zoomed.png", "grad_norm.png"):
+    for name in ("curves.png", "curves_zoomed.png", "grad_norm.png", "error_fprop.png", "error_dgrad.png", "error_wgrad.png"):
         assert (other / name).read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,7 +193,7 @@ def test_a_row_that_diverged_keeps_its_place(tmp_path, monkeypatch):
         grid.run_row(c, [cell], tmp_path, helpers.NoStop())
     results = ablation_report.analyse(tmp_path, c.ablate, cells)
     assert {row["diverged"] for row in results["rows"].values()} == {1}
-    ablation_report.write(tmp_path, c, cells)
+    ablation_report.write(tmp_path, c, cells, tmp_path)
     assert "1 diverged" in (tmp_path / "report.md").read_text()
 
 

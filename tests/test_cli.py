@@ -68,7 +68,7 @@ def test_workdir(finished):
     assert all(set(row) == {"module", "gemm", "lhs", "rhs", "rotation", "impl", "why", "exempt"} for row in census)
     assert {row["gemm"] for row in census} == set(GEMMS)
     stored = json.loads((workdir / "config.json").read_text())
-    assert set(stored) == {"model", "data", "optimizer", "train", "mesh", "quant", "run"}
+    assert set(stored) == {"model", "data", "optimizer", "train", "mesh", "diagnose", "quant", "run"}
     assert sorted(int(p.name) for p in (workdir / "checkpoints").iterdir()) == [3, 6]
 
 

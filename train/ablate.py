@@ -27,6 +27,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "Config file with an `a
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the grid lives; default runs/<config name>[_<argument>].")
 JOBS = flags.DEFINE_integer("jobs", 0, "Processes side by side; 0: one per CPU core, or one on an accelerator.")
 WORKER = flags.DEFINE_bool("worker", False, "Internal: work on cells and report nothing.")
+REPORT = flags.DEFINE_string("report", None, "Where the report goes; default WORKDIR.")
 REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Write the report of the cells that are finished, run none.")
 
 
@@ -44,7 +45,7 @@ def main() -> int:
         grid.settings_of(CONFIG.value, cell)  # a wrong row is found before any runs
     _claim(workdir, CONFIG.value)
     code = cli.DONE if REPORT_ONLY.value else supervise(cells, workdir, CONFIG.value.train.steps, JOBS.value or _default_jobs())
-    result = ablation_report.write(workdir, CONFIG.value, cells)
+    result = ablation_report.write(workdir, CONFIG.value, cells, pathlib.Path(REPORT.value or workdir))
     cli.print_result(result)
     return code
 
@@ -52,7 +53,7 @@ def main() -> int:
 def supervise(cells: list[grid.Cell], workdir: pathlib.Path, steps: int, jobs: int) -> int:
     """Start the workers, show the progress of the whole grid, wait; return the exit code."""
     stop = cli.StopRequest()
-    arguments = [arg for arg in sys.argv[1:] if not arg.startswith(("--jobs", "--workdir", "--worker"))]
+    arguments = [arg for arg in sys.argv[1:] if not arg.startswith(("--jobs", "--workdir", "--worker", "--report"))]
     command = [sys.executable, "-m", "train.ablate", *arguments, f"--workdir={workdir}", "--worker"]
     logs = [open(workdir / f"worker{i}.log", "a") for i in range(jobs)]  # noqa: SIM115
     workers = [subprocess.Popen(command, env=_worker_environment(), stdout=out, stderr=out) for out in logs]
@@ -108,15 +109,15 @@ def _default_jobs() -> int:
 
 def _claim(workdir: pathlib.Path, config: Any) -> None:
     """Write the grid's config, or refuse a workdir of another one; rows and seeds may be added."""
-    text = json.dumps({k: v for k, v in config.to_dict().items() if k != "ablate"}, sort_keys=True, indent=1)
+    shared = json.loads(json.dumps({k: v for k, v in config.to_dict().items() if k not in ("ablate", "diagnose")}))
     path = workdir / "ablation.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text() != text:
+        if path.exists() and json.loads(path.read_text()) != shared:
             raise InputError(f"{workdir} holds an ablation of another config: choose another --workdir")
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"workdir {workdir} cannot be written: {error}") from None
+        path.write_text(json.dumps(shared, sort_keys=True, indent=1))
+    except (OSError, ValueError) as error:
+        raise InputError(f"workdir {workdir} cannot be used: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
 """The report of an ablation: results.json, report.md, report.html (self-contained) and its figures, from the cells on disk."""
 
-import base64
-import html
-import json
 import math
 import pathlib
-import platform
-import subprocess
 from typing import Any
 
-import jax
 import numpy as np
 
-from train import grid, statistics
+from fp4jax.recipe import GEMMS
+from train import diagnosis, grid, loop, page, statistics
 from train.metrics import read_rows
+from train.page import plt
 from train.statistics import Curve, Estimate
 
 CROSSING_SHARE = 0.6  # of the baseline's schedule: between 50 and 67 %
@@ -34,22 +30,20 @@ STUDY = {
 }
 
 
-def write(workdir: pathlib.Path, config: Any, cells: list[grid.Cell]) -> dict[str, Any]:
-    """Write the report of the finished cells; return its summary."""
+def write(workdir: pathlib.Path, config: Any, cells: list[grid.Cell], directory: pathlib.Path) -> dict[str, Any]:
+    """Write the report of the finished cells of `workdir` into `directory`; return its summary."""
     results = analyse(workdir, config.ablate, cells)
-    results["run"] = {
-        "commit": _commit(),
-        "jax": jax.__version__,
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "emulated": jax.default_backend() == "cpu",
-        "config": {k: v for k, v in config.to_dict().items() if k != "quant"},
-    }
-    (workdir / "results.json").write_text(json.dumps(results, indent=1, allow_nan=True) + "\n")
-    figures = _figures(workdir, config.ablate, cells)
-    (workdir / "report.md").write_text(_markdown(results, figures))
-    (workdir / "report.html").write_text(_html(results, workdir, figures))
+    shown = {k: v for k, v in config.to_dict().items() if k != "quant"}
+    results["run"] = {**page.provenance(), "config": shown}
+    loop.write_json(directory / "results.json", results)
+    tables = [page.Table("", COLUMNS, _table(results))]
+    if results["contrasts"]:
+        columns = ("recipe", "−", "difference (95 %)", "p", "seeds", "seeds to resolve it")
+        tables.append(page.Table("Contrasts, paired within seeds", columns, _contrasts(results)))
+    items = [*tables, *_figures(workdir, cells, directory)]
+    path = page.write(directory, "Ablation", _notes(results), items, shown)
     finished, total = results["cells"]["finished"], results["cells"]["total"]
-    return {"finished": finished, "cells": total, "report": str(workdir / "report.html")}
+    return {"finished": finished, "cells": total, "report": str(path)}
 
 
 def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell]) -> dict[str, Any]:
@@ -99,9 +93,19 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell]) -> dict
         ]
         for label in section.perturbed
     }
+    contrasts = [
+        {"row": row, "other": other, **(difference := statistics.paired(losses(row), losses(other)))._asdict()}
+        | {"p": statistics.p_value(difference), "seeds_needed": statistics.seeds_needed(difference.deviation, difference.mean)}
+        for row, other in section.contrasts
+    ]
     return {
         "baseline": baseline,
-        "cells": {"finished": len(done), "total": len(cells)},
+        "contrasts": contrasts,
+        "cells": {
+            "finished": len(done),
+            "total": len(cells),
+            "commits": sorted({result.get("commit", "unknown") for result in done.values()}),
+        },
         "rows": rows,
         "baseline_spread": statistics.estimate(list(losses(baseline).values())).deviation,
         "perturbation": {
@@ -139,50 +143,71 @@ def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def _figures(workdir: pathlib.Path, section: Any, cells: list[grid.Cell]) -> dict[str, str]:
-    """Draw loss curves, whole and zoomed, and gradient norms; return {caption: file name}."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def _figures(workdir: pathlib.Path, cells: list[grid.Cell], directory: pathlib.Path) -> list[page.Figure]:
+    """Draw loss curves, whole and zoomed, gradient norms, and where cells were diagnosed, the errors of their products."""
     labels = list(dict.fromkeys(cell.label for cell in cells))
     colors = dict(zip(labels, plt.colormaps["tab20"](np.linspace(0, 1, max(len(labels), 2))), strict=False))
-    rows = {cell: read_rows(workdir / cell.path / "metrics.jsonl") for cell in cells if cell.arm == ""}
+    own = [cell for cell in cells if cell.arm == ""]
+    rows = {cell: read_rows(workdir / cell.path / "metrics.jsonl") for cell in own}
     end = max((row["tokens"] for cell in rows for row in rows[cell]), default=1)
-    figures = {
-        "Validation loss": ("val_loss", "curves.png", (0.0, 1.0)),
-        "Validation loss, last 40 %": ("val_loss", "curves_zoomed.png", (0.6, 1.0)),
-        "Gradient norm": ("grad_norm", "grad_norm.png", (0.0, 1.0)),
+    kinds = {
+        "Validation loss": ("val_loss", "curves.png", 0.0),
+        "Validation loss, last 40 %": ("val_loss", "curves_zoomed.png", 0.6),
+        "Gradient norm": ("grad_norm", "grad_norm.png", 0.0),
     }
-    for caption, (key, name, window) in figures.items():
-        figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-        for label in labels:
-            series = [
-                {r["tokens"]: r[key] for r in rows[cell] if key in r and window[0] * end <= r["tokens"]}
-                for cell in rows
+    figures = []
+    for caption, (key, name, start) in kinds.items():
+        series = {
+            label: [
+                {row["tokens"] / 1e6: row[key] for row in rows[cell] if key in row and start * end <= row["tokens"]}
+                for cell in own
                 if cell.label == label
             ]
-            common = sorted(set.intersection(*(set(s) for s in series))) if series else []
-            if not common:
-                continue
-            values = np.array([[s[t] for t in common] for s in series])
-            if key == "grad_norm" and len(common) > 40:  # a moving average over 20 steps
-                values = np.apply_along_axis(lambda v: np.convolve(v, np.ones(20) / 20, "valid"), 1, values)
-                common = common[19:]
-            tokens = np.array(common) / 1e6
-            axes.plot(tokens, values.mean(0), color=colors[label], label=label, linewidth=1.3)
-            axes.fill_between(tokens, values.min(0), values.max(0), color=colors[label], alpha=0.12, linewidth=0)
-        axes.set_xlabel("tokens (millions)")
-        axes.set_ylabel("nats per token" if key == "val_loss" else "gradient norm")
-        axes.set_title(f"{caption} (mean over seeds, band: smallest to largest)", fontsize=10)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7, ncols=2)
-        figure.tight_layout()
-        figure.savefig(workdir / name)
-        plt.close(figure)
-    return {caption: name for caption, (_, name, _) in figures.items()}
+            for label in labels
+        }
+        unit = "nats per token" if key == "val_loss" else "gradient norm"
+        smooth = 20 if key == "grad_norm" else 1  # a moving average, in steps
+        figures.append(_draw(directory / name, caption, unit, series, colors, smooth))
+    measured = {cell: read_rows(workdir / cell.path / "diagnosis.jsonl") for cell in own}
+    if any(measured.values()):
+        per_step = {row["step"]: row["tokens"] / 1e6 for cell in own for row in rows[cell]}
+        for gemm in GEMMS:
+            series = {label: [_error_of(gemm, measured[c], per_step) for c in own if c.label == label] for label in labels}
+            caption = f"Relative error of {gemm}'s product, mean over modules"
+            figures.append(_draw(directory / f"error_{gemm}.png", caption, "‖q − p‖ / ‖p‖", series, colors, 1, marker="o"))
+    return figures
+
+
+def _error_of(gemm: str, rows: list[dict[str, Any]], tokens: dict[int, float]) -> dict[float, float]:
+    """Return {tokens: mean relative error of a GEMM's products} of one cell's diagnosis."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
+    name = f"{gemm}/relative_error"
+    means = {at: diagnosis.averages(of_step) for at, of_step in by_step.items() if at in tokens}
+    return {tokens[at]: mean[name] for at, mean in means.items() if name in mean}
+
+
+def _draw(path: pathlib.Path, caption: str, unit: str, series, colors, smooth: int, marker: str = "") -> page.Figure:
+    """Draw {label: [{x: value} per seed]}: the mean over seeds at the places that all have, and the band they span."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    for label, seeds in series.items():
+        common = sorted(set.intersection(*(set(s) for s in seeds))) if seeds else []
+        if not common:
+            continue
+        values = np.array([[s[x] for x in common] for s in seeds])
+        if smooth > 1 and len(common) > 2 * smooth:
+            values = np.apply_along_axis(lambda v: np.convolve(v, np.ones(smooth) / smooth, "valid"), 1, values)
+            common = common[smooth - 1 :]
+        axes.plot(common, values.mean(0), marker=marker, color=colors[label], label=label, linewidth=1.3, markersize=3)
+        axes.fill_between(common, values.min(0), values.max(0), color=colors[label], alpha=0.12, linewidth=0)
+    axes.set_xlabel("tokens (millions)")
+    axes.set_ylabel(unit)
+    axes.set_title(f"{caption} (mean over seeds, band: smallest to largest)", fontsize=10)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, ncols=2)
+    return page.save(figure, path, caption)
 
 
 COLUMNS = (
@@ -228,11 +253,20 @@ def _table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return table
 
 
+def _contrasts(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of contrasts."""
+    return [
+        (c["row"], c["other"], _interval(c), _number(c["p"], "{:.3f}"), str(c["seeds"]), str(c["seeds_needed"] or "–"))
+        for c in results["contrasts"]
+    ]
+
+
 def _notes(results: dict[str, Any]) -> list[str]:
     run = results["run"]
     notes = [
         f"{results['cells']['finished']} of {results['cells']['total']} cells finished.",
-        f"Commit {run['commit']}, jax {run['jax']}, {run['device']}.",
+        f"Cells run at commit {', '.join(results['cells']['commits']) or '–'}, report at {run['commit']}; jax {run['jax']}, "
+        f"{run['device']}.",
         "Differences are paired within seeds; intervals are Student's t at 95 % over seeds.",
         f"Spread of the baseline over seeds (standard deviation): {_number(results['baseline_spread'], '{:.4f}')} nats.",
     ]
@@ -250,39 +284,6 @@ def _notes(results: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _markdown(results: dict[str, Any], figures: dict[str, str]) -> str:
-    lines = ["# Ablation", "", *(f"- {note}" for note in _notes(results)), ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in _table(results)]
-    lines += ["", *(f"![{caption}]({name})\n" for caption, name in figures.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _html(results: dict[str, Any], workdir: pathlib.Path, figures: dict[str, str]) -> str:
-    """Return the report as one page, its figures inside."""
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in _table(results))
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in _notes(results))
-    images = "".join(
-        f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,'
-        f'{base64.b64encode((workdir / name).read_bytes()).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>'
-        for caption, name in figures.items()
-    )
-    config = html.escape(json.dumps(results["run"]["config"], indent=1))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Ablation</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24; }}
-table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
-th, td {{ text-align: left; padding: .35em .6em; border-bottom: 1px solid #d8dee4; vertical-align: top; }}
-th {{ background: #f6f8fa; }} tr:hover td {{ background: #f6f8fa; }}
-figure {{ margin: 1.5em 0; }} img {{ max-width: 100%; }} figcaption {{ color: #57606a; font-size: 13px; }}
-pre {{ background: #f6f8fa; padding: 1em; overflow-x: auto; font-size: 12px; }}
-</style></head><body><h1>Ablation</h1><ul>{notes}</ul>
-<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
-{images}<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>
-"""
-
-
 def _number(value: float | None, pattern: str) -> str:
     return "–" if value is None or not math.isfinite(value) else pattern.format(value)
 
@@ -295,8 +296,3 @@ def _interval(estimate: dict[str, float]) -> str:
 def _percent(mean: float, low: float, high: float) -> str:
     text = _number(mean, "{:+.1%}")
     return text if not (math.isfinite(low) and math.isfinite(high)) else f"{text} ({low:+.0%} to {high:+.0%})"
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"

@@ -1,9 +1,10 @@
 """Configuration: one ConfigDict with typed defaults, resolved once into frozen settings before anything runs.
 
 Sections: model (models.llama.LlamaConfig), data (train.data.DataConfig), optimizer (train.optimizer.OptimizerConfig), mesh
-(train.sharding.MeshConfig), train (TrainConfig below), and quant: `recipe` names the base; every leaf of a recipe stands
-there as a typed placeholder (quant.fprop.lhs.rounding, quant.wgrad.rotation.size, …) whose value, if set, goes on top.
-quant.recipe, quant.rules and quant.schedule take recipes as `fp4jax.recipes.parse` reads them ("mxfp4_h16:fprop=bf16").
+(train.sharding.MeshConfig), train and diagnose (TrainConfig and DiagnoseConfig below), and quant: `recipe` names the base;
+every leaf of a recipe stands there as a typed placeholder (quant.fprop.lhs.rounding, quant.wgrad.rotation.size, …) whose value,
+if set, goes on top. quant.recipe, quant.rules and quant.schedule take recipes as `fp4jax.recipes.parse` reads them
+("mxfp4_h16:fprop=bf16").
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.cache_dir",
     "data.files",
     "data.val_files",
+    "diagnose.every",
 )
 
 
@@ -74,6 +76,18 @@ class TrainConfig:
             raise InputError(f"train.batch_size={self.batch_size} is not a multiple of {self.accumulation=}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig:
+    """Diagnosis during training; it changes nothing that is trained. every: optimizer steps, 0 means never."""
+
+    every: int = 0
+
+    def __post_init__(self):
+        check_types("diagnose", self)
+        if self.every < 0:
+            raise InputError(f"diagnose.every={self.every} is negative")
+
+
 class Phase(NamedTuple):
     """One entry of a schedule: from optimizer step `start` on, `recipe`, with the last `keep_last` blocks in BF16."""
 
@@ -95,10 +109,11 @@ class Settings:
     numerics: Numerics
     recipe_name: str
     schedule: tuple[Phase, ...] = ()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved settings as plain JSON data; `from_json_dict` reads them back."""
-        sections = ("model", "data", "optimizer", "train", "mesh")
+        sections = ("model", "data", "optimizer", "train", "mesh", "diagnose")
         n = self.numerics
         quant = {"recipe": self.recipe_name, "impl": n.impl, "strict": n.strict, "exempt": list(n.exempt)}
         quant["resolved"], quant["digest"] = n.recipe.to_dict(), n.recipe.digest()
@@ -158,6 +173,7 @@ def default_config() -> ConfigDict:
             },
             "train": dataclasses.asdict(TrainConfig()),
             "mesh": dataclasses.asdict(MeshConfig()),
+            "diagnose": dataclasses.asdict(DiagnoseConfig()),
         }
     )
 
@@ -247,6 +263,7 @@ def resolve(config: Any) -> Settings:
             numerics,
             name,
             schedule,
+            DiagnoseConfig(**sections["diagnose"]),
         )
     except (KeyError, OSError, TypeError, ValueError) as error:  # OSError: there was no config file to read
         raise InputError(f"config: {error}") from None
@@ -306,9 +323,23 @@ def from_json_dict(stored: dict[str, Any]) -> Settings:
                 Phase(start, name, from_dict(recipe), kept)
                 for (start, name, recipe), kept in zip(quant["schedule"], quant["schedule_keep_last"], strict=True)
             ),
+            DiagnoseConfig(**stored.get("diagnose", {})),  # absent in a run of an older version
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"config.json does not hold a config of this version: {error}") from None
+
+
+def in_recipe(settings: Settings, text: str) -> Settings:
+    """Return the settings with another recipe for all layers, but for the last blocks that its paper keeps in BF16.
+
+    Rules and schedule are dropped. Raises InputError for an unknown recipe.
+    """
+    try:
+        recipe, kept = recipes.parse(text), kept_blocks(text, settings.model.n_layers)
+        numerics = dataclasses.replace(settings.numerics, recipe=recipe, rules=(), keep_first=0, keep_last=kept)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"recipe {text!r}: {error}") from None
+    return dataclasses.replace(settings, numerics=numerics, recipe_name=text, schedule=())
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

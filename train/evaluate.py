@@ -27,47 +27,25 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Sequences per call; it do
 
 
 def main() -> int:
-    from fp4jax import recipes
-    from train import checkpoint, config, data, sharding, step
+    from train import config, loop, step
 
     if not WORKDIR.value:
         raise InputError("--workdir=DIR is missing")
+    if BATCH_SIZE.value is not None and BATCH_SIZE.value < 1:
+        raise InputError(f"--batch_size={BATCH_SIZE.value} is not positive")
     workdir = pathlib.Path(WORKDIR.value)
-    stored = checkpoint.read_config(workdir)
-    if stored is None or not (workdir / "checkpoints").is_dir():
-        raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
-    settings, fingerprint = config.from_json_dict(stored), checkpoint.data_fingerprint(stored)
-    name, recipe = RECIPE.value, None
-    if name is not None:
-        try:
-            recipe = recipes.parse(name)
-        except ValueError as error:
-            raise InputError(f"--recipe: {error}") from None
+    settings, dataset, mesh, checkpoints = loop.open_run(workdir)
     if IMPL.value is not None:
         try:
             settings = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, impl=IMPL.value))
         except ValueError as error:
             raise InputError(f"--impl: {error}") from None
-    if BATCH_SIZE.value is not None and BATCH_SIZE.value < 1:
-        raise InputError(f"--batch_size={BATCH_SIZE.value} is not positive")
-
-    dataset = data.load(settings.data)
-    if dataset.fingerprint != fingerprint:
-        raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
-    mesh = sharding.make_mesh(sharding.MeshConfig())
-    fsdp = settings.model.d_model % mesh.shape["data"] == 0  # any number of devices will do
-    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(fsdp=fsdp))
-    checkpoints = checkpoint.Checkpoints(workdir)
+    in_recipe = None if RECIPE.value is None else config.in_recipe(settings, RECIPE.value)
     at = STEP.value if STEP.value is not None else checkpoints.latest()
-    if at is None:
-        raise InputError(f"{workdir} has no checkpoint yet")
+    assert at is not None
     state, run = checkpoints.restore(at, step.abstract_state(settings, mesh))
     checkpoints.close()
-    settings = settings.phase(max(at - 1, 0))  # that of the last step done
-    if name is not None and recipe is not None:
-        kept = config.kept_blocks(name, settings.model.n_layers)
-        numerics = dataclasses.replace(settings.numerics, recipe=recipe, rules=(), keep_first=0, keep_last=kept)
-        settings = dataclasses.replace(settings, numerics=numerics, recipe_name=name)
+    settings = in_recipe or settings.phase(max(at - 1, 0))  # that of the last step done
     batches = step.val_batches(settings, mesh, dataset, batch_size=BATCH_SIZE.value or 0)
     log.info("evaluating step %d of %s, trained in %s, in %s", at, workdir, run["recipe"], settings.recipe_name)
     try:

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from fp4jax.recipe import Recipe
 from train import config as train_config
-from train import loop, step
+from train import loop, page, step
 from train.cli import DONE, StopRequest
 from train.errors import InputError
 
@@ -29,7 +29,9 @@ def default_section() -> ConfigDict:
     """Return the `ablate` section of a config with its defaults."""
     return ConfigDict(
         {
-            "rows": (),  # recipes as quant.recipe takes them, or (label, recipe) pairs
+            # Recipes as quant.recipe takes them, (label, recipe), or (label, recipe, ((share of the steps, recipe), …)).
+            "rows": (),
+            "contrasts": (),  # (label, label) pairs whose difference is reported too
             "seeds": (0, 1, 2),
             "baseline": "fp8_current",  # a label
             "perturb": 1e-7,  # relative size of the perturbation of the initial weights, one more run of each row below
@@ -42,13 +44,17 @@ def default_section() -> ConfigDict:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run of the grid. arm: "" the row itself, "perturbed", or "horizon" with its share of the steps."""
+    """One run of the grid. arm: "" the row itself, "perturbed", or "horizon" with its share of the steps.
+
+    schedule: (share of the run's steps, recipe) pairs, as quant.schedule has (step, recipe).
+    """
 
     label: str
     recipe: str
     seed: int
     arm: str = ""
     share: float = 1.0
+    schedule: tuple[tuple[float, str], ...] = ()
 
     @property
     def path(self) -> str:
@@ -58,21 +64,23 @@ class Cell:
 
 def cells(section: Any) -> list[Cell]:
     """Return the cells of an `ablate` section, those of one row together; raises InputError for one that cannot be."""
-    rows = dict((row, row) if isinstance(row, str) else tuple(row) for row in section.rows)
+    rows = {row[0]: row[1:] for row in ((row, row) if isinstance(row, str) else tuple(row) for row in section.rows)}
     seeds = tuple(section.seeds)
     if len(rows) != len(section.rows) or not rows or not seeds or len(set(seeds)) != len(seeds):
         raise InputError(f"ablate.rows={section.rows} and ablate.seeds={seeds} must not be empty or hold anything twice")
-    for label in (section.baseline, *section.perturbed):
+    for label in (section.baseline, *section.perturbed, *(label for pair in section.contrasts for label in pair)):
         if label not in rows:
             raise InputError(f"ablate: {label!r} is no row; choose from {list(rows)}")
     out = []
-    for label, recipe in rows.items():
-        out += [Cell(label, recipe, seed) for seed in seeds]
+    for label, (recipe, *rest) in rows.items():
+        schedule = tuple(tuple(entry) for entry in rest[0]) if rest else ()
+        row = [Cell(label, recipe, seed, schedule=schedule) for seed in seeds]
+        out += row
         if label in section.perturbed:
-            out += [Cell(label, recipe, seed, PERTURBED) for seed in seeds]
+            out += [dataclasses.replace(cell, arm=PERTURBED) for cell in row]
         if label == section.baseline:
             shares = section.horizons
-            out += [Cell(label, recipe, seed, HORIZON, share) for share in shares for seed in seeds[: section.horizon_seeds]]
+            out += [dataclasses.replace(c, arm=HORIZON, share=share) for share in shares for c in row[: section.horizon_seeds]]
     return out
 
 
@@ -80,7 +88,9 @@ def settings_of(config: Any, cell: Cell):
     """Return the settings of one cell; raises InputError."""
     changed: Any = ConfigDict(config.to_dict())
     changed.quant.recipe, changed.train.seed = cell.recipe, cell.seed
-    changed.train.steps = round(config.train.steps * cell.share)
+    steps = changed.train.steps = round(config.train.steps * cell.share)
+    if cell.schedule:
+        changed.quant.schedule = tuple((round(steps * share), recipe) for share, recipe in cell.schedule)
     return train_config.resolve(changed)
 
 
@@ -123,7 +133,12 @@ def run_row(config: Any, row: list[Cell], workdir: pathlib.Path, stop: StopReque
             result |= {"val_loss": None, "val_loss_unquantized": None, "diverged": str(error)}
         finally:
             run.close()
-        result |= {"steps": settings.train.steps, "share": cell.share, "seconds": round(time.monotonic() - started, 1)}
+        result |= {
+            "commit": page.commit(),
+            "steps": settings.train.steps,
+            "share": cell.share,
+            "seconds": round(time.monotonic() - started, 1),
+        }
         loop.write_json(directory / "result.json", result)
     jax.clear_caches()
 

@@ -4,6 +4,7 @@ Order that makes resume exact: the rows up to step n are on disk and step n is k
 step n is started; on resume, rows past the restored step are cut and the data iterator continues from the checkpoint.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from train import config, data, sharding, step
+from fp4jax import stats
+from train import config, data, diagnosis, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest
 from train.config import Settings
@@ -89,6 +92,27 @@ def write_json(path: pathlib.Path, value: Any) -> None:
         raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
 
 
+def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Checkpoints]:
+    """Return (settings, dataset, mesh over the devices here, checkpoints) of a training run, to look at it.
+
+    Raises InputError where there is none, or its data changed.
+    """
+    stored = read_config(workdir)
+    if stored is None or not (workdir / "checkpoints").is_dir():
+        raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
+    settings, fingerprint = config.from_json_dict(stored), data_fingerprint(stored)
+    dataset = data.load(settings.data)
+    if dataset.fingerprint != fingerprint:
+        raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
+    mesh = sharding.make_mesh(sharding.MeshConfig())
+    fsdp = settings.model.d_model % mesh.shape["data"] == 0  # any number of devices will do
+    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(fsdp=fsdp))
+    checkpoints = Checkpoints(workdir)
+    if checkpoints.latest() is None:
+        raise InputError(f"{workdir} has no checkpoint yet")
+    return settings, dataset, mesh, checkpoints
+
+
 class Run:
     """One training run over a prepared workdir.
 
@@ -126,6 +150,26 @@ class Run:
             self._programs[name] = (step.make_train_step(phase, self.mesh), step.make_eval_step(phase, self.mesh))
         return self._programs[name]
 
+    def _diagnose(self, tokens: jax.Array) -> Callable[[Metrics], None]:
+        """Measure the step that is about to be done; return what writes the rows once it is done."""
+        phase, key = self.settings.phase(self.done), ("diagnosis", self.settings.phase(self.done).numerics)
+        if key not in self._programs:
+            log.info("compiling the diagnosis")
+            self._programs[key] = diagnosis.make_measure(phase, self.mesh), diagnosis.make_codes(phase)
+        measure, codes_of = self._programs[key]
+        at = jnp.copy(self.state.step)  # the state will be donated
+        sums = jax.block_until_ready(measure(self.state, tokens))
+        before = codes_of(self.state.params, self.state.seed, at)
+
+        def finish(metrics: Metrics) -> None:
+            flips = diagnosis.flip_shares(before, codes_of(self.state.params, self.state.seed, at))
+            rows = diagnosis.rows(self.done, sums, flips)
+            metrics.write_diagnosis(rows, diagnosis.averages(rows))
+            for finding in stats.findings(rows):
+                log.warning("step %d: %s", self.done, finding)
+
+        return finish
+
     def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
         latest = self.checkpoints.latest()
         if latest is None:
@@ -149,6 +193,11 @@ class Run:
                 while self.done < train.steps and not self._reached_target() and not stop.signal:
                     self._profile(profile, self.done - first)
                     tokens = jax.device_put(next(self.iterator)["tokens"], sharding.batch_sharding(self.mesh))
+                    finish_diagnosis = None
+                    if self.settings.diagnose.every and (self.done + 1) % self.settings.diagnose.every == 0:
+                        if pending:
+                            self._report(*pending, clock, metrics, progress)
+                        finish_diagnosis, pending, clock = self._diagnose(tokens), None, time.perf_counter()
                     self.state, figures = self._phase_programs(self.done)[0](self.state, tokens)
                     self.done += 1
                     if pending:  # fetched only now, while the next step runs
@@ -156,8 +205,10 @@ class Run:
                     pending = (self.done, figures)
                     evaluates = self._is_due(train.eval_every)
                     saves = self._is_due(train.checkpoint_every)
-                    if evaluates or saves or stop.signal:
+                    if evaluates or saves or finish_diagnosis or stop.signal:
                         clock, pending = self._report(*pending, clock, metrics, progress), None
+                        if finish_diagnosis:
+                            finish_diagnosis(metrics)
                         if evaluates:
                             self.evaluate(metrics)
                         if saves or stop.signal or self._reached_target():

@@ -14,28 +14,54 @@ import tensorboardX
 log = logging.getLogger(__name__)
 
 
+class Rows:
+    """A file of JSON rows with a step each, written as they come; on resume, rows past the restored step are cut."""
+
+    def __init__(self, path: pathlib.Path, *, restored_step: int):
+        self._path, self._file = path, None
+        if path.exists():
+            kept = [row for row in read_rows(path) if row["step"] <= restored_step]
+            temporary = path.with_suffix(".jsonl.tmp")
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(temporary, path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self._file is None:  # no file before the first row
+            self._file = self._path.open("a", buffering=1)
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class Metrics:
-    """Writes rows as they come, each step once; on resume, rows past the restored step are cut."""
+    """Writes metrics.jsonl, diagnosis.jsonl and TensorBoard's events, each step once."""
 
     def __init__(self, workdir: pathlib.Path, *, restored_step: int):
-        self._path = workdir / "metrics.jsonl"
-        kept = [row for row in read_rows(self._path) if row["step"] <= restored_step]
-        temporary = self._path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self._path)
-        self._file = self._path.open("a", buffering=1)
+        self._rows, self._diagnosis = (
+            Rows(workdir / name, restored_step=restored_step) for name in ("metrics.jsonl", "diagnosis.jsonl")
+        )
         self._tensorboard = tensorboardX.SummaryWriter(
             str(workdir), purge_step=restored_step + 1, write_to_disk=True, flush_secs=10
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._rows.write(row)
         for name, value in row.items():
             if name not in ("step", "tokens"):
                 self._tensorboard.add_scalar(name, value, row["step"])
 
+    def write_diagnosis(self, rows: list[dict[str, Any]], averages: dict[str, float]) -> None:
+        """Write one step's rows as they are, and their averages as TensorBoard scalars."""
+        for row in rows:
+            self._diagnosis.write(row)
+        for name, value in averages.items():
+            self._tensorboard.add_scalar(f"diagnosis/{name}", value, rows[0]["step"])
+
     def close(self) -> None:
-        self._file.close()
+        self._rows.close()
+        self._diagnosis.close()
         self._tensorboard.close()
 
 

@@ -40,6 +40,14 @@ def paired(values: dict[int, float], baseline: dict[int, float]) -> Estimate:
     return estimate([values[seed] - baseline[seed] for seed in values if seed in baseline])
 
 
+def p_value(difference: Estimate) -> float:
+    """Return the two-sided p of Student's t for a mean of zero, NaN from one seed or without any spread."""
+    if difference.seeds < 2 or not difference.deviation > 0:
+        return math.nan
+    t = difference.mean / (difference.deviation / math.sqrt(difference.seeds))
+    return float(2 * stats.t.sf(abs(t), difference.seeds - 1))
+
+
 def seeds_needed(deviation: float, difference: float) -> int | None:
     """Return how many paired seeds would resolve a difference: 80 % power at the 5 % level, two-sided; None if not above 0.
 

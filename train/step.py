@@ -109,31 +109,28 @@ def checksum(state: TrainState) -> jax.Array:
     return total
 
 
-def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
+def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Array, tuple[Any, Any, Any]]]:
+    """Return (params, history, sums, tokens_BT1, key) → (loss, cotangents of params, history and sums), to be jitted.
 
     The loss is the mean over all tokens of the global batch, whatever the number of microbatches; random bits are keyed by
-    (seed, step) and by the global row of each token. Delayed scaling takes, per operand, the largest maximum of all
-    microbatches into its history, once per step. metrics: train_loss (nats per token), grad_norm (before clipping), lr,
-    all float32 scalars.
+    `key` and by the global row of each token. Over microbatches gradients and sums are added, of the maxima of delayed scaling
+    the largest is kept. sums: `Numerics.init_sums`, or {} to measure nothing.
     """
-    tx = optimizer.make_optimizer(settings.optimizer)
-    schedule = optimizer.learning_rate(settings.optimizer)
     numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
     model = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
     accumulation = settings.train.accumulation
 
-    def loss_sum(params, history, tokens_BT1, key):
-        key = Context(key, history)
+    def loss_sum(params, history, sums, tokens_BT1, key):
+        key = Context(key, history, sums)
         nll_BT: Any = model.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
         return jnp.sum(nll_BT) / num_tokens(tokens_BT1)
 
     def num_tokens(tokens_BT1):
         return accumulation * tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
 
-    value_and_grad = jax.value_and_grad(loss_sum, argnums=(0, 1))
+    value_and_grad = jax.value_and_grad(loss_sum, argnums=(0, 1, 2))
 
-    def accumulate(params, history, tokens_BT1, key):
+    def accumulate(params, history, sums, tokens_BT1, key):
         tokens_ABT1 = tokens_BT1.reshape(accumulation, -1, tokens_BT1.shape[1])
         spread = NamedSharding(mesh, PartitionSpec(None, "data"))
         tokens_ABT1 = jax.lax.with_sharding_constraint(tokens_ABT1, spread)
@@ -141,25 +138,38 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
 
         def add(carry, xs):
             index, tokens = xs
-            loss, grads = value_and_grad(params, history, tokens, key._replace(row_offset=index * jnp.uint32(rows)))
-            (old_loss, (old_grads, old_maxima)), (new_grads, new_maxima) = carry, grads
-            summed = jax.tree.map(jnp.add, old_grads, new_grads)
-            return (old_loss + loss, (summed, jax.tree.map(jnp.maximum, old_maxima, new_maxima))), None
+            shifted = key._replace(row_offset=index * jnp.uint32(rows))
+            loss, grads = value_and_grad(params, history, sums, tokens, shifted)
+            (old_loss, (old_grads, old_maxima, old_sums)), (new_grads, new_maxima, new_sums) = carry, grads
+            summed = jax.tree.map(jnp.add, (old_grads, old_sums), (new_grads, new_sums))
+            return (old_loss + loss, (summed[0], jax.tree.map(jnp.maximum, old_maxima, new_maxima), summed[1])), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, history)))
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, history, sums)))
         return jax.lax.scan(add, zero, (jnp.arange(accumulation, dtype=jnp.uint32), tokens_ABT1))[0]
+
+    return value_and_grad if accumulation == 1 else accumulate
+
+
+def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
+
+    The gradient is that of `make_gradient`, keyed by (seed, step); delayed scaling rolls its history once per step. metrics:
+    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars.
+    """
+    tx = optimizer.make_optimizer(settings.optimizer)
+    schedule = optimizer.learning_rate(settings.optimizer)
+    gradient = make_gradient(settings, mesh)
 
     def train_step(state: TrainState, tokens_BT1: jax.Array):
         key = bits.step_key(state.seed, state.step)
-        gradient = value_and_grad if accumulation == 1 else accumulate
-        loss, (grads, maxima) = gradient(state.params, state.history, tokens_BT1, key)
+        loss, (grads, maxima, _) = gradient(state.params, state.history, {}, tokens_BT1, key)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
         history = jax.tree.map(roll_history, state.history, maxima)
         return TrainState(params, opt_state, state.step + 1, history, state.seed), metrics
 
-    _, shardings = _init_and_shardings(settings, mesh)
+    shardings = state_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         train_step,
@@ -167,6 +177,11 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
+
+
+def state_shardings(settings: Settings, mesh: Mesh) -> TrainState:
+    """Return the sharding of every array of the state."""
+    return _init_and_shardings(settings, mesh)[1]
 
 
 def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) -> Callable[..., jax.Array]:

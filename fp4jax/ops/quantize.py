@@ -1,7 +1,7 @@
 """Quantize one operand: the reference in plain jnp, and its fake-quantized twin that the reference GEMM multiplies.
 
 Per block: scale by the scale rule (`fp4jax.scales`), elements x / scale rounded to the grid of the element format,
-value = element · scale. Both functions share `_cast`, so `fake_quantize(x) == quantize(x).dequantize()` bit for
+value = element · scale. Both functions share `cast_blocks`, so `fake_quantize(x) == quantize(x).dequantize()` bit for
 bit. Blocks are reduced along the contraction axis in place, without a transpose.
 
 Edge semantics: a float32 with exponent field 0 is a zero of its sign; -0 keeps its sign; NaN or Inf anywhere under a scale
@@ -62,11 +62,11 @@ def check_operand(x: jax.Array, spec: OperandSpec, axis: int, key) -> None:
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
 def _quantize(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax: jax.Array | None) -> qtensor.QTensor:
-    cast = _cast(x, spec, axis, key, amax)
+    cast = cast_blocks(x, spec, axis, key, amax)
     element = spec.element
     assert element is not None
     codes = jnp.where(jnp.isnan(cast.decode), jnp.uint8(0), rounding.encode(cast.elements, element)).reshape(x.shape)
-    scale = jnp.squeeze(cast.scale, _block_view(x.shape, spec, axis)[1]) if spec.block else cast.scale
+    scale = jnp.squeeze(cast.scale, block_view(x.shape, spec, axis)[1]) if spec.block else cast.scale
     if spec.scale == "e8m0":
         scale = qtensor.encode_e8m0(scale)
     elif spec.scale == "e4m3":
@@ -89,7 +89,7 @@ def fake_quantize(
         return x32
     if spec.format == "bf16":
         return rounding.to_bfloat16(x32)
-    cast = _cast(x32, spec, axis % x.ndim, key, amax)
+    cast = cast_blocks(x32, spec, axis % x.ndim, key, amax)
     return rounding.flush(cast.elements * cast.decode).reshape(x.shape)
 
 
@@ -98,12 +98,12 @@ def inside_clip(x: jax.Array, spec: OperandSpec, axis: int) -> jax.Array:
     element = spec.element
     assert element is not None
     x = rounding.flush(x.astype(jnp.float32))
-    view, _ = _block_view(x.shape, spec, axis)
-    scale = _cast(x, spec, axis, None).decode
+    view, _ = block_view(x.shape, spec, axis)
+    scale = cast_blocks(x, spec, axis, None).decode
     return (jnp.abs(x.reshape(view)) < element.max * scale).reshape(x.shape)
 
 
-class _Cast(NamedTuple):
+class BlockCast(NamedTuple):
     """One cast, in the block view. scale: as stored (E8M0 byte as int32, E4M3 value, FP32); value = elements · decode."""
 
     elements: jax.Array
@@ -112,7 +112,7 @@ class _Cast(NamedTuple):
     decode: jax.Array
 
 
-def _block_view(shape: tuple[int, ...], spec: OperandSpec, axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def block_view(shape: tuple[int, ...], spec: OperandSpec, axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape that gives every block axes of its own, and these axes; per tensor, the shape itself and all axes."""
     if not spec.block:
         return shape, tuple(range(len(shape)))
@@ -131,10 +131,11 @@ def across_axis(ndim: int, axis: int) -> int:
     return ndim - 1 if axis == ndim - 2 else ndim - 2
 
 
-def _cast(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax: jax.Array | None = None) -> _Cast:
+def cast_blocks(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax: jax.Array | None = None) -> BlockCast:
+    """Return the cast of `x` along axis ≥ 0, before it is written as codes and scales."""
     element, rule = spec.element, str(spec.scale_rule)
     assert element is not None
-    view, within = _block_view(x.shape, spec, axis)
+    view, within = block_view(x.shape, spec, axis)
     x = rounding.flush(x.astype(jnp.float32))
     words = random_bits(x, key).reshape(view) if spec.draws else None
     x = x.reshape(view)
@@ -144,20 +145,20 @@ def _cast(x: jax.Array, spec: OperandSpec, axis: int, key: bits.Key | None, amax
         if rule == "delayed" and amax is not None:
             measured = jnp.where(amax > 0, amax, measured)
         scale = scales.fp32_scale(measured, element.max)
-        return _Cast(rounding.round_to_grid(rounding.divide(x, scale), element, random), scale, None, scale)
+        return BlockCast(rounding.round_to_grid(rounding.divide(x, scale), element, random), scale, None, scale)
     if spec.scale == "e8m0":
         byte = scales.e8m0_byte(x, within, rule, element)
         scaled = scales.divide_by_power(x, byte)
         if spec.gain != 1:
             scaled = scaled * spec.gain
-        return _Cast(rounding.round_to_grid(scaled, element, random), byte, None, qtensor.decode_e8m0(byte))
+        return BlockCast(rounding.round_to_grid(scaled, element, random), byte, None, qtensor.decode_e8m0(byte))
     scale, tensor = scales.nvfp4_scales(x, within, rule)
     scaled = scales.e4m3_scaled(x, scale, tensor)
     elements = rounding.round_to_grid(scaled, element, random)
     if words is not None and spec.rounding == "eden":
         one_per_block = lax.slice_in_dim(words, 0, 1, axis=axis + 1)
         scale = scales.eden_scale(scaled, elements, scale, axis, one_per_block)
-    return _Cast(elements, scale, tensor, scales.e4m3_decode(scale, tensor))
+    return BlockCast(elements, scale, tensor, scales.e4m3_decode(scale, tensor))
 
 
 def random_bits(x: jax.Array, key: bits.Key | None) -> jax.Array:
