@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT, command, environment
 from scipy import stats
 
-from configs import ablation_tiny, hypotheses
+from configs import ablation_small, ablation_tiny, hypotheses, llama3_8b_mlperf
+from models import llama
 from train import ablation_report, config, grid, loop, sharding, step
 from train.errors import InputError
 from train.metrics import read_rows
@@ -66,6 +67,50 @@ def test_every_row_of_the_shipped_grids_resolves(argument):
         assert settings.train.steps == round(c.train.steps * cell.share) == settings.optimizer.decay_steps
     floor = grid.settings_of(c, grid.Cell(*ablation_tiny.with_rule("mxfp4_h16", "floor"), seed=0)).numerics.recipe
     assert {s.scale_rule for g in (floor.fprop, floor.dgrad, floor.wgrad) for s in (g.lhs, g.rhs)} == {"floor"}
+
+
+@pytest.mark.parametrize(("module", "millions"), [(ablation_small, 30), (llama3_8b_mlperf, 8030)])
+def test_the_grids_for_gpus_resolve(module, millions):
+    c = module.get_config()
+    cells = grid.cells(c.ablate)
+    assert len({cell.label for cell in cells}) == 12
+    for cell in cells:
+        settings = grid.settings_of(c, cell)
+    assert round(llama.num_params(settings.model) / 1e6) == millions
+
+
+def test_the_protocol_of_the_study():
+    s = config.resolve(llama3_8b_mlperf.get_config("fp8_delayed"))
+    assert (s.train.batch_size, s.data.seq_len, s.train.target_loss) == (32, 8192, 3.3)
+    assert s.train.eval_every * s.train.batch_size == 12_288
+    assert s.train.steps * s.train.batch_size > 196_608
+    o = s.optimizer
+    assert (o.peak_lr, o.warmup_steps, o.decay_steps, o.b1, o.b2, o.eps) == (8e-4, 128, 1_200_000, 0.9, 0.95, 1e-5)
+    assert (o.weight_decay, o.clip_norm, s.model.rope_theta, s.model.rope_scaling) == (0.1, 1.0, 500_000, "none")
+    assert s.model.init_std == 0.02
+
+
+def test_tokens_to_a_target_are_compared_where_there_is_one(tmp_path):
+    c = ablation_tiny.get_config("smoke").unlock()
+    c.ablate.update(rows=("fp8_current", "mxfp4", "mxfp4_h16"), seeds=(0,), perturbed=(), horizons=())
+    c.train.target_loss = 2.0
+    curves = {"fp8_current": (3.0, 2.0), "mxfp4": (3.0, 2.5, 2.0), "mxfp4_h16": (3.0, 2.5, 2.2)}
+    for cell in grid.cells(c.ablate):
+        result = {"val_loss": curves[cell.label][-1], "val_loss_unquantized": 1.0, "diverged": None}
+        loop.write_json(tmp_path / cell.path / "result.json", result)
+        rows = [
+            {"step": i, "tokens": 100 * (i + 1), "val_loss": v, "tokens_per_s": 10.0} for i, v in enumerate(curves[cell.label])
+        ]
+        (tmp_path / cell.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = ablation_report.analyse(tmp_path, c.ablate, grid.cells(c.ablate), target=2.0)
+    assert results["rows"]["mxfp4"]["overhead_crossing"]["mean"] == 0.5
+    assert results["rows"]["mxfp4_h16"]["did_not_reach"] == 1
+    for row, rate, expected in (("mxfp4", 1.2, "+25.0% at 1.200 × the tokens/s"), ("mxfp4_h16", 1.2, "did not reach")):
+        figures = {**results["rows"][row], "throughput_ratio": rate}
+        assert ablation_report._time_to_target({"run": {"emulated": False}}, figures) == expected
+        assert ablation_report._time_to_target({"run": {"emulated": True}}, figures) == "emulated, not a speed"
+    ablation_report.write(tmp_path, c, grid.cells(c.ablate), tmp_path)
+    assert "extra tokens to 2" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize("question", hypotheses.QUESTIONS)

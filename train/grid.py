@@ -89,6 +89,8 @@ def settings_of(config: Any, cell: Cell):
     changed: Any = ConfigDict(config.to_dict())
     changed.quant.recipe, changed.train.seed = cell.recipe, cell.seed
     steps = changed.train.steps = round(config.train.steps * cell.share)
+    if cell.arm:
+        changed.diagnose.every = 0  # the row itself is diagnosed
     if cell.schedule:
         changed.quant.schedule = tuple((round(steps * share), recipe) for share, recipe in cell.schedule)
     return train_config.resolve(changed)

@@ -75,15 +75,17 @@ def crossing(curve: Curve, target: float) -> float | None:
     return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
 
 
-def crossing_overhead(curve: Curve, baseline: Curve, share: float) -> float | None:
-    """Return the extra tokens, as a fraction, at which a curve reaches the loss that the baseline has at `share` of its length.
+def crossing_overhead(curve: Curve, baseline: Curve, share: float, target: float = 0.0) -> float | None:
+    """Return the extra tokens, as a fraction, at which a curve reaches `target` against the baseline's tokens to it.
 
-    Between half and two thirds of a schedule: near its end the rate has decayed, and no curve crosses any more. None: did not
-    reach it.
+    target 0: the loss that the baseline has at `share` of its length, between half and two thirds of a schedule: near its end
+    the rate has decayed, and no curve crosses any more. None: the curve, or the baseline, did not reach it.
     """
     tokens, losses = baseline
-    at = share * tokens[-1]
-    reached = crossing(curve, float(np.interp(at, tokens, losses)))
+    at = crossing(baseline, target) if target else share * tokens[-1]
+    if at is None:
+        return None
+    reached = crossing(curve, target or float(np.interp(at, tokens, losses)))
     return None if reached is None else reached / at - 1
 
 
