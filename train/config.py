@@ -342,6 +342,14 @@ def in_recipe(settings: Settings, text: str) -> Settings:
     return dataclasses.replace(settings, numerics=numerics, recipe_name=text, schedule=())
 
 
+def with_impl(settings: Settings, impl: str) -> Settings:
+    """Return the settings with another implementation of the GEMMs; raises InputError for an unknown one."""
+    try:
+        return dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, impl=impl))
+    except ValueError as error:
+        raise InputError(f"--impl: {error}") from None
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed."""
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 STEP = flags.DEFINE_list("step", [], "Checkpoints to look at; default the newest.")
 RECIPE = flags.DEFINE_multi_string("recipe", [], "Recipes to diagnose, one flag each; default the run's own.")
+IMPL = flags.DEFINE_string("impl", None, "What multiplies: auto, reference, xla or triton; default the run's own.")
 BATCHES = flags.DEFINE_integer("batches", 64, "Microbatches to compare gradients on; late in training 64 are few.")
 FLIP_STEPS = flags.DEFINE_integer("flip_steps", 8, "Optimizer steps over which flips of the weights' codes are counted.")
 OUTPUT = flags.DEFINE_string("output", None, "Where the report goes; default WORKDIR/diagnosis.")
@@ -36,6 +37,8 @@ def main() -> int:
     if BATCHES.value < 2 or FLIP_STEPS.value < 0:
         raise InputError(f"--batches={BATCHES.value} must be at least 2 and --flip_steps={FLIP_STEPS.value} not negative")
     settings, dataset, mesh, checkpoints = loop.open_run(workdir)
+    if IMPL.value is not None:
+        settings = config.with_impl(settings, IMPL.value)
     try:
         steps = [int(text) for text in STEP.value] or checkpoints.steps()[-1:]
     except ValueError:
@@ -61,7 +64,10 @@ class _Diagnoser:
     def __init__(self, settings: config.Settings, dataset: data.Dataset, mesh: jax.sharding.Mesh, recipes: tuple[str, ...]):
         self.settings, self.dataset, self.mesh = settings, dataset, mesh
         train = dataclasses.replace(settings.train, batch_size=settings.train.batch_size // settings.train.accumulation)
-        self.microbatch = dataclasses.replace(settings, train=dataclasses.replace(train, accumulation=1))
+        numerics = dataclasses.replace(
+            settings.numerics, residuals="operands"
+        )  # every recipe can, and the gradient is the same
+        self.microbatch = dataclasses.replace(settings, numerics=numerics, train=dataclasses.replace(train, accumulation=1))
         self.recipes = {name: config.in_recipe(self.microbatch, name) for name in recipes}
         for of_recipe in self.recipes.values() or [self.microbatch]:
             size, seq_len, fsdp = of_recipe.train.batch_size, settings.data.seq_len, settings.mesh.fsdp

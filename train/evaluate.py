@@ -6,7 +6,6 @@ not depend on batch size or device count; --stochastic keeps the recipe's own ro
 line of stdout is a JSON object with step, val_loss, perplexity, tokens and recipe.
 """
 
-import dataclasses
 import logging
 import math
 import pathlib
@@ -36,10 +35,7 @@ def main() -> int:
     workdir = pathlib.Path(WORKDIR.value)
     settings, dataset, mesh, checkpoints = loop.open_run(workdir)
     if IMPL.value is not None:
-        try:
-            settings = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, impl=IMPL.value))
-        except ValueError as error:
-            raise InputError(f"--impl: {error}") from None
+        settings = config.with_impl(settings, IMPL.value)
     in_recipe = None if RECIPE.value is None else config.in_recipe(settings, RECIPE.value)
     at = STEP.value if STEP.value is not None else checkpoints.latest()
     assert at is not None
