@@ -42,6 +42,7 @@ class Metrics:
         self._rows, self._diagnosis = (
             Rows(workdir / name, restored_step=restored_step) for name in ("metrics.jsonl", "diagnosis.jsonl")
         )
+        (workdir / "metrics.jsonl").touch()
         self._tensorboard = tensorboardX.SummaryWriter(
             str(workdir), purge_step=restored_step + 1, write_to_disk=True, flush_secs=10
         )
