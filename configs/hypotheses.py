@@ -3,7 +3,7 @@
     python -m train.ablate --config=configs/hypotheses.py:a --workdir=runs/ablation_tiny --report=results/hypothesis_a
 
 Model, data and cells are those of ablation_tiny, so all grids can share one workdir and every cell runs once. Hardware: 2 CPU
-cores, about 2 minutes per cell; `a` has 68 cells. Contrasts (row − other, paired within seeds) are what a question asks for.
+cores, about 2 minutes per cell; `a` has 76 cells. Contrasts (row − other, paired within seeds) are what a question asks for.
 
     a  scale rule × rotation                           f  1x32 against 32x32 weight scales
     b  does SR hurt because it clips, or in itself     g  MXFP4 + H16 against NVFP4 and Quartet

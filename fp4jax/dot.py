@@ -341,13 +341,13 @@ def _measure(how: _How, gemm, lhs_and_axis, rhs_and_axis, exact_operands, key, h
     """Return the sums of one GEMM, given what `_gemm` was given, the operands before fprop's casts, and the product."""
     spec, gemm_key = how.spec(gemm), _gemm_key(key, gemm)
     operands, axes = zip(lhs_and_axis, rhs_and_axis, strict=True)
+    if spec.is_plain:
+        return jax.tree.map(lambda leaf: leaf[0], stats.zeros())
     exact_lhs, exact_rhs = (x.astype(jnp.float32) for x in exact_operands)
     exact = matmul.reference_dot(exact_lhs, exact_rhs, (((axes[0],), (axes[1],)), ((), ())))
     if spec.split == "mean":
         operands, _ = _split_mean(gemm, operands, axes)
-    if spec.is_plain:
-        return jax.tree.map(lambda leaf: leaf[0], stats.zeros())
-    signs, casts, lengths = _signs(spec, gemm_key), [], []
+    signs, casts, length = _signs(spec, gemm_key), [], 0
     for i, (operand, axis) in enumerate(zip(operands, axes, strict=True)):
         operand_spec = (spec.lhs, spec.rhs)[i]
         amax = None if history is None else history[GEMMS.index(gemm), i, 0]
@@ -358,8 +358,8 @@ def _measure(how: _How, gemm, lhs_and_axis, rhs_and_axis, exact_operands, key, h
             unrotated, _, _ = _prepare(i, spec, (operand, axis), gemm_key, signs, OPERANDS[gemm][i], rotate=False)
             plain = stats.operand_sums(unrotated, operand_spec, axis, operand_key, amax)
         casts.append((cast, plain))
-        lengths.append(rotated.shape[axis])
-    of_gemm = stats.gemm_sums(product, exact, casts[0][0], casts[1][0], lengths[0])
+        length = rotated.shape[axis]  # the same for both
+    of_gemm = stats.gemm_sums(product, exact, casts[0][0], casts[1][0], length)
     (lhs, rhs) = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *pair) for pair in casts)
     return stats.Sums(jax.tree.map(lambda *leaves: jnp.stack(leaves), lhs, rhs), of_gemm)
 

@@ -131,16 +131,12 @@ def _add(total, exact, error, index):
     def inner(a, b):
         return jnp.sum(a * b, axis=(-2, -1))
 
-    dots = {path: jnp.stack([inner(e, e), inner(e, g), inner(g, g)]) for path, (e, g) in _pairs(error, exact).items()}
     out = {}
     for path, (of_error, of_exact, of_dots) in total.items():
-        parts = (of_error, error[path]), (of_exact, exact[path]), (of_dots, dots[path])
-        out[path] = tuple(old.at[index].add(new) for old, new in parts)
+        e, g = error[path], exact[path]
+        dots = jnp.stack([inner(e, e), inner(e, g), inner(g, g)])
+        out[path] = tuple(old.at[index].add(new) for old, new in ((of_error, e), (of_exact, g), (of_dots, dots)))
     return out
-
-
-def _pairs(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {path: (a[path], b[path]) for path in a}
 
 
 @jax.jit

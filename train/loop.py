@@ -152,7 +152,8 @@ class Run:
 
     def _diagnose(self, tokens: jax.Array) -> Callable[[Metrics], None]:
         """Measure the step that is about to be done; return what writes the rows once it is done."""
-        phase, key = self.settings.phase(self.done), ("diagnosis", self.settings.phase(self.done).numerics)
+        phase = self.settings.phase(self.done)
+        key = ("diagnosis", phase.numerics)
         if key not in self._programs:
             log.info("compiling the diagnosis")
             self._programs[key] = diagnosis.make_measure(phase, self.mesh), diagnosis.make_codes(phase)
