@@ -53,7 +53,8 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     target: the validation loss whose tokens are compared, 0: that of the baseline at CROSSING_SHARE of its length.
     """
     done = {cell: result for cell in cells if (result := grid.result_of(workdir / cell.path)) is not None}
-    curves = {cell: curve(workdir / cell.path) for cell in done}
+    logged = {cell: read_rows(workdir / cell.path / "metrics.jsonl") for cell in done}
+    curves = {cell: curve(rows) for cell, rows in logged.items()}
 
     def of(label: str, arm: str = "") -> dict[int, grid.Cell]:
         return {cell.seed: cell for cell in done if (cell.label, cell.arm) == (label, arm)}
@@ -65,7 +66,13 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     baseline = section.baseline
     slopes = _slopes(done, curves, baseline)
     s = float(np.mean(list(slopes.values()))) if slopes else math.nan
-    rows, rates = {}, {label: _rate(workdir, list(of(label).values())) for label in dict.fromkeys(c.label for c in cells)}
+    rows, rates = (
+        {},
+        {
+            label: _rate([row for cell in of(label).values() for row in logged[cell]])
+            for label in dict.fromkeys(c.label for c in cells)
+        },
+    )
     for label in dict.fromkeys(cell.label for cell in cells):
         difference = statistics.paired(losses(label), losses(baseline))
         crossings = {
@@ -121,17 +128,15 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     }
 
 
-def _rate(workdir: pathlib.Path, cells: list[grid.Cell]) -> float:
-    """Return the tokens per second of a row, the median over all steps of its cells, NaN without any."""
-    rates = [
-        row["tokens_per_s"] for c in cells for row in read_rows(workdir / c.path / "metrics.jsonl") if "tokens_per_s" in row
-    ]
+def _rate(rows: list[dict[str, Any]]) -> float:
+    """Return the tokens per second of these rows of metrics.jsonl, the median over all steps, NaN without any."""
+    rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
     return float(np.median(rates)) if rates else math.nan
 
 
-def curve(directory: pathlib.Path) -> Curve:
-    """Return (tokens, validation losses) of a cell."""
-    rows = [row for row in read_rows(directory / "metrics.jsonl") if "val_loss" in row]
+def curve(rows: list[dict[str, Any]]) -> Curve:
+    """Return (tokens, validation losses) of a cell's rows of metrics.jsonl."""
+    rows = [row for row in rows if "val_loss" in row]
     return np.array([row["tokens"] for row in rows], float), np.array([row["val_loss"] for row in rows], float)
 
 
