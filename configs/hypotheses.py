@@ -8,7 +8,7 @@ cores, about 2 minutes per cell; `a` has 76 cells. Contrasts (row − other, pai
     a  scale rule × rotation                           f  1x32 against 32x32 weight scales
     b  does SR hurt because it clips, or in itself     g  MXFP4 + H16 against NVFP4 and Quartet
     c  SR on which operands, with and without H16      h  FP8 for the last 10 % of the steps
-    d  random signs: redrawn, fixed, none              i  the mean or first coefficient kept in high precision
+    d  random signs: redrawn, per layer, fixed, none   i  the mean or first coefficient kept in high precision
     e  rotation size 16, 32, 64
 """
 
@@ -75,8 +75,10 @@ def stochastic_scope() -> tuple[list[Row], list[tuple[Row, Row]]]:
 def signs() -> tuple[list[Row], list[tuple[Row, Row]]]:
     redrawn: Row = "mxfp4_rht16"
     backward = variant(redrawn, "backward", fprop__rotation__signs="deterministic")
-    rows: list[Row] = ["mxfp4", "mxfp4_h16", "mxfp4_rht16_fixed", redrawn, backward]
-    return rows, [(row, "mxfp4_h16") for row in rows[2:]] + [(redrawn, backward), (redrawn, "mxfp4_rht16_fixed")]
+    per_layer = everywhere(redrawn, "per_layer", "rotation__signs", "per_layer")
+    rows: list[Row] = ["mxfp4", "mxfp4_h16", "mxfp4_rht16_fixed", per_layer, redrawn, backward]
+    others: list[Row] = [backward, per_layer, "mxfp4_rht16_fixed"]
+    return rows, [(row, "mxfp4_h16") for row in rows[2:]] + [(redrawn, row) for row in others]
 
 
 def sizes() -> tuple[list[Row], list[tuple[Row, Row]]]:

@@ -46,6 +46,7 @@ _SPLITS = {
 _SIGNS = {
     "deterministic": "Hadamard rotation of both operands along the contraction, no signs",
     "fixed": "Hadamard rotation with one random ±1 diagonal for the whole model",
+    "per_layer": "Hadamard rotation with a random ±1 diagonal for each GEMM of each layer, the same at every step",
     "redrawn": "Hadamard rotation with a random ±1 diagonal, redrawn every step",
 }
 

@@ -23,12 +23,14 @@ class Key(NamedTuple):
     """What a cast draws from.
 
     words: uint32[2] (or a stack of them). row_offset, col_offset: the global indices of the tensor's first row and column,
-    uint32, where only a piece of it is cast.
+    uint32, where only a piece of it is cast. place: as `words`, but the same at every step, for what is drawn once per layer;
+    None where the key is not of `step_key`.
     """
 
     words: jax.Array
     row_offset: jax.Array | int = 0
     col_offset: jax.Array | int = 0
+    place: jax.Array | None = None
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -41,7 +43,7 @@ def mix(x: jax.Array) -> jax.Array:
 def as_key(key) -> Key:
     """Return `key` as a `Key`; takes a Key, a jax.random key (typed or raw), or any uint32[2] array."""
     if isinstance(key, Key):
-        return Key(key.words, _uint32(key.row_offset), _uint32(key.col_offset))
+        return key._replace(row_offset=_uint32(key.row_offset), col_offset=_uint32(key.col_offset))
     key = jnp.asarray(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
@@ -57,12 +59,17 @@ def _uint32(word: jax.Array | int) -> jax.Array:
 
 def fold_in(key: Key, *words: jax.Array | int) -> Key:
     """Return a new key that depends on every word (Python ints, int32 or uint32 scalars, in order)."""
-    k0, k1 = key.words[..., 0], key.words[..., 1]
+    place = None if key.place is None else _fold_in(key.place, words)
+    return key._replace(words=_fold_in(key.words, words), place=place)
+
+
+def _fold_in(key_words: jax.Array, words: tuple[jax.Array | int, ...]) -> jax.Array:
+    k0, k1 = key_words[..., 0], key_words[..., 1]
     for word in words:
         w = _uint32(word)
         k0 = mix(k0 ^ mix(k1 + w + jnp.uint32(0x9E3779B9)))  # a Feistel round per half: no two keys collide
         k1 = mix(k1 ^ mix(k0 + w + jnp.uint32(0x85EBCA6B)))
-    return key._replace(words=_computed_once(jnp.stack([k0, k1], axis=-1)))
+    return _computed_once(jnp.stack([k0, k1], axis=-1))
 
 
 def _computed_once(words: jax.Array) -> jax.Array:
@@ -77,8 +84,8 @@ def seed_words(seed: int) -> np.ndarray:
 
 def step_key(seed: int | jax.Array, step: jax.Array | int) -> Key:
     """Return the key of one optimizer step; seed: 0 ≤ seed < 2^64, or its `seed_words`."""
-    words = seed_words(seed) if isinstance(seed, int) else seed
-    return fold_in(Key(jnp.asarray(words), jnp.uint32(0)), step)
+    words = jnp.asarray(seed_words(seed) if isinstance(seed, int) else seed)
+    return Key(_fold_in(words, (step,)), jnp.uint32(0), place=words)
 
 
 def path_word(path: str) -> int:

@@ -225,7 +225,7 @@ def _once(make, name, what):
 
 
 def _draws(spec: GemmSpec, index: int) -> bool:
-    return (spec.lhs, spec.rhs)[index].draws or spec.rotation.signs == "redrawn"
+    return (spec.lhs, spec.rhs)[index].draws or spec.rotation.draws
 
 
 def _quantize_by_kernel(how: _How, operand: str, matrix, key: bits.Key | None, name, gemms=None) -> _Ready:

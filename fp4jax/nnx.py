@@ -41,7 +41,8 @@ class QuantizedDotGeneral(nnx.Module):
             raise ValueError("out_sharding= does not apply to a quantized dot: constrain its result instead")
         key = None
         if self.recipe.needs_key:
-            key = bits.fold_in(bits.Key(self.key[...]), bits.path_word(self.path), self.step[...])
+            place = bits.fold_in(bits.Key(self.key[...]), bits.path_word(self.path))
+            key = bits.fold_in(place, self.step[...])._replace(place=place.words)
         return dot.quantized_dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe, key=key, impl=self.impl
         )

@@ -18,7 +18,7 @@ from fp4jax import formats
 
 GEMMS: tuple[str, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
-SIGNS = ("deterministic", "fixed", "redrawn")
+SIGNS = ("deterministic", "fixed", "per_layer", "redrawn")
 
 
 def _choose(owner: str, field: str, value: Any, allowed: tuple) -> Any:
@@ -109,8 +109,8 @@ class OperandSpec:
 class Rotation:
     """Block Hadamard rotation of both operands along the contraction axis; size 0 means none.
 
-    size: a power of two. signs: "deterministic" (H), "fixed" (H·D with one ±1 diagonal D for the whole model) or "redrawn"
-    (D drawn anew at every optimizer step).
+    size: a power of two. signs: "deterministic" (H), "fixed" (H·D with one ±1 diagonal D for the whole model), "per_layer" (a
+    D of its own for every GEMM of every layer, the same at every step) or "redrawn" (D drawn anew at every optimizer step).
     """
 
     size: int = 0
@@ -121,6 +121,11 @@ class Rotation:
             raise ValueError(f"rotation size={self.size!r} must be 0 (none) or a power of two from 2 on")
         allowed = SIGNS if self.size else ("none",)
         object.__setattr__(self, "signs", _choose(f"rotation size {self.size}", "signs", self.signs, allowed))
+
+    @property
+    def draws(self) -> bool:
+        """Whether the signs differ between layers: they need a key."""
+        return self.signs in ("per_layer", "redrawn")
 
     def __str__(self) -> str:
         return f"H{self.size}{self.signs[0]}" if self.size else "-"  # pyright: ignore[reportOptionalSubscript]
@@ -205,9 +210,9 @@ class Recipe:
 
     @property
     def needs_key(self) -> bool:
-        """Whether any cast draws random bits (stochastic rounding or redrawn signs)."""
+        """Whether any cast draws random bits (stochastic rounding, redrawn or per-layer signs)."""
         specs = [getattr(self, g) for g in GEMMS]
-        return any(s.lhs.draws or s.rhs.draws or s.rotation.signs == "redrawn" for s in specs)
+        return any(s.lhs.draws or s.rhs.draws or s.rotation.draws for s in specs)
 
     @property
     def needs_history(self) -> bool:

@@ -94,7 +94,7 @@ def rotation_signs(rotation: Rotation, key: bits.Key | None) -> jax.Array | None
     """Return the ±1 diagonal of a rotation, float32[size], or None for a deterministic one.
 
     "fixed": Transformer Engine's vector for size 16, otherwise a constant drawn once and for all. "redrawn": drawn from
-    `key`; raises ValueError without one.
+    `key`, "per_layer": from its place; raises ValueError without one.
     """
     if rotation.signs == "deterministic":
         return None
@@ -102,4 +102,8 @@ def rotation_signs(rotation: Rotation, key: bits.Key | None) -> jax.Array | None
         return jnp.asarray(_TE_SIGNS) if rotation.size == 16 else bits.random_signs(bits.step_key(0, 0), rotation.size)
     if key is None:
         raise ValueError(f"rotation {rotation} draws its signs: pass key=")
+    if rotation.signs == "per_layer":
+        if key.place is None:
+            raise ValueError(f"rotation {rotation} draws its signs per layer: pass a key that comes from bits.step_key")
+        key = key._replace(words=key.place)
     return bits.random_signs(key, rotation.size)

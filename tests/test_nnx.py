@@ -10,6 +10,7 @@ from flax import nnx
 from fp4jax import bits, proof, quantized_dot_general, recipes
 from fp4jax.linen import dot_general_cls
 from fp4jax.nnx import QuantizedDotGeneral, set_step
+from fp4jax.recipe import GEMMS
 
 X = np.random.default_rng(0).normal(size=(4, 32, 64)).astype(np.float32)
 DN = (((2,), (0,)), ((), ()))
@@ -62,6 +63,17 @@ def test_layers_of_equal_shape_draw_differently():
     w = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
     results = [np.asarray(a(X, w, DN)) for a in adapters]
     assert not any(np.array_equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_signs_per_layer_stay_the_same_at_every_step():
+    recipe = recipes.parse("mxfp4_rht16:" + ",".join(f"{gemm}.rotation.signs=per_layer" for gemm in GEMMS))
+    rngs = nnx.Rngs(0)
+    one, other = (QuantizedDotGeneral(recipe, path="q", rngs=rngs) for _ in range(2))
+    w = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
+    first = np.asarray(one(X, w, DN))
+    one.step[...] = jnp.uint32(1)
+    np.testing.assert_array_equal(one(X, w, DN), first)
+    assert not np.array_equal(other(X, w, DN), first)
 
 
 def test_refusals():

@@ -11,7 +11,7 @@ from jax import lax
 
 from fp4jax import bits, quantized_dot_general, recipes
 from fp4jax.numerics import Context, Numerics, census
-from fp4jax.recipe import GEMMS
+from fp4jax.recipe import GEMMS, override
 
 DN = (((1,), (0,)), ((), ()))
 KEY = bits.step_key(0, 0)
@@ -158,6 +158,19 @@ def test_draws_differ_by_layer_path_seed_and_step(name):
     for a, b in itertools.combinations(outs, 2):
         assert (a != b).mean() > 0.5
     assert len({bits.path_word(p) for p in (*PATHS, "lm_head")}) == 8
+
+
+def test_signs_per_layer_differ_by_layer_path_and_seed_and_are_the_same_at_every_step():
+    recipe = override(recipes.get("mxfp4_rht16"), {f"{gemm}.rotation.signs": "per_layer" for gemm in GEMMS})
+    hook = Numerics(recipe)
+
+    def out(path="attn/q", layer=0, seed=0, step=0):
+        return np.asarray(hook.dot(path, layer, bits.step_key(seed, step))(X, W, DN))
+
+    base = out()
+    np.testing.assert_array_equal(out(step=1), base)
+    for other in (out(path="attn/k"), out(layer=1), out(seed=1)):
+        assert (other != base).mean() > 0.5
 
 
 def test_missing_key_and_unknown_implementation_raise():

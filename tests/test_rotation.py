@@ -143,5 +143,13 @@ def test_signs_of_a_rotation():
         drawn = [np.asarray(rotation_signs(Rotation(size, "redrawn"), bits.step_key(0, t))) for t in range(20)]
         assert len({tuple(d.tolist()) for d in drawn}) == 20
         np.testing.assert_array_equal(rotation_signs(Rotation(size, "redrawn"), key), drawn[0])
+        places = [bits.fold_in(bits.step_key(0, t), layer) for layer in range(20) for t in (0, 1)]
+        placed = [tuple(np.asarray(rotation_signs(Rotation(size, "per_layer"), place)).tolist()) for place in places]
+        assert placed[::2] == placed[1::2]  # the same at every step
+        assert len(set(placed)) == 20
     with pytest.raises(ValueError, match=r"H16r.*key="):
         rotation_signs(Rotation(16, "redrawn"), None)
+    with pytest.raises(ValueError, match=r"H16p.*key="):
+        rotation_signs(Rotation(16, "per_layer"), None)
+    with pytest.raises(ValueError, match=r"H16p.*step_key"):
+        rotation_signs(Rotation(16, "per_layer"), bits.as_key(jax.random.key(0)))

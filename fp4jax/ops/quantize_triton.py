@@ -609,7 +609,7 @@ def _key_words(cast: Cast | None) -> jax.Array:
     """Return (k0, k1, row offset, column offset), uint32[4]."""
     if cast is None or cast.key is None:
         return jnp.zeros((4,), jnp.uint32)
-    words, *offsets = bits.as_key(cast.key)
+    words, *offsets, _ = bits.as_key(cast.key)
     return jnp.concatenate([words, jnp.stack(offsets)])
 
 
