@@ -1,4 +1,8 @@
-"""Strict switches for every test: rank promotion raises, eight CPU devices, tracer leaks of dtype are errors."""
+"""Strict switches for every test: rank promotion raises, eight CPU devices, tracer leaks of dtype are errors.
+
+Programs are compiled without most of LLVM's optimizations, which saves a quarter of the time, except in the modules below: they
+compare casts bit for bit, and the bits must survive what a user's compiler does.
+"""
 
 import os
 
@@ -9,11 +13,13 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+OPTIMIZED = ("test_bits", "test_quantize", "test_rotation", "test_rounding", "test_scales")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
-    """Drop what a test module has compiled. Every XLA:CPU program holds memory maps, and a process may have 65 530 of them."""
+def _programs(request):
+    """Choose how programs are compiled; drop those of a finished module: XLA:CPU maps memory for each, at most 65 530 times."""
+    jax.config.update("jax_disable_most_optimizations", request.module.__name__ not in OPTIMIZED)
     yield
     jax.clear_caches()
 

@@ -1,6 +1,5 @@
 """What the tests of the training layer share: a tiny corpus, a tiny config, and ways to run it here and in a subprocess."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -174,19 +173,10 @@ _programs = {}
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per model, seed and mesh."""
     histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
-    quick = jax.config.read("jax_disable_most_optimizations")  # another program, whose weights may differ in the last bit
-    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories)), quick
+    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories))
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])
-
-
-@contextlib.contextmanager
-def quick_compiles():
-    """Compile without most of XLA's optimizations: a third less time for tests of meaning rather than of speed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def share_programs(monkeypatch):

@@ -59,10 +59,7 @@ def integers(shape, seed=0):
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
 
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves the compile time
-
-
-@functools.partial(jit, static_argnames=("recipe", "dimension_numbers", "out"))
+@functools.partial(jax.jit, static_argnames=("recipe", "dimension_numbers", "out"))
 def run(x, w, dy, recipe, key=None, dimension_numbers=DN, out=None, history=None):
     """Return y, dx, dw."""
     f = lambda x, w: quantized_dot_general(  # noqa: E731
@@ -265,7 +262,7 @@ def test_every_cast_starts_from_the_high_precision_tensor(name, monkeypatch):
     recipe = recipes.get(name)
     x, w, dy = make_operands(3)
     f = lambda x, w: quantized_dot_general(x, w, DN, recipe=recipe, key=KEY)  # noqa: E731
-    jax.block_until_ready(jit(lambda x, w, dy: jax.vjp(f, x, w)[1](dy))(x, w, dy))
+    jax.block_until_ready(jax.jit(lambda x, w, dy: jax.vjp(f, x, w)[1](dy))(x, w, dy))
     jax.effects_barrier()
     wanted = []
     for gemm, (lhs, lhs_axis, rhs, rhs_axis) in plan(x, w, dy).items():

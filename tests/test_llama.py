@@ -27,7 +27,6 @@ LLAMA_8B = llama.LlamaConfig(
 )  # fmt: skip
 
 replace = dataclasses.replace
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves the compile time
 
 
 def random_params(config, seed=0, std=0.3):
@@ -50,7 +49,7 @@ def random_tokens(seed=0, shape=(B, T), vocab=BASE.vocab_size):
 @functools.cache
 def jitted(function, config, **hooks):
     """Jit `function` of the model once per config and hooks, so that tests share compiled programs."""
-    return jit(function(config, **hooks))
+    return jax.jit(function(config, **hooks))
 
 
 def apply_fn(config, **hooks):
@@ -185,7 +184,7 @@ def test_logits_and_losses_match_numpy(changes):
     expected = numpy_llama(config, params, tokens)
     assert np.ptp(expected, axis=-1).min() > 1  # far from uniform
     np.testing.assert_allclose(logits(config, params, tokens), expected, rtol=0, atol=1e-4)
-    nll_BT = jit(llama.Llama(config).apply, static_argnames="method")(params, tokens, targets, method="token_losses")
+    nll_BT = jax.jit(llama.Llama(config).apply, static_argnames="method")(params, tokens, targets, method="token_losses")
     np.testing.assert_allclose(nll_BT, numpy_losses(expected, targets), rtol=0, atol=1e-4)
 
 
@@ -242,7 +241,7 @@ def test_blockwise_attention_matches_dot_product(block):
             out = attention(*qkv)
             return jnp.vdot(weights, out), out
 
-        return jit(jax.value_and_grad(product, has_aux=True))(qkv)
+        return jax.jit(jax.value_and_grad(product, has_aux=True))(qkv)
 
     blockwise = functools.partial(llama.blockwise_attention, block=block)
     dot_product = functools.partial(jax.nn.dot_product_attention, is_causal=True)
@@ -316,8 +315,8 @@ def test_vmap_over_sequences_matches_batch():
     config = replace(BASE, loss_chunk=4, attention="blockwise", attention_block=4)
     params, (tokens, targets) = random_params(config), random_tokens()
     apply = functools.partial(llama.Llama(config).apply, params, method="token_losses")
-    one_by_one = jit(jax.vmap(lambda x_T, y_T: apply(x_T[None], y_T[None])[0]))(tokens, targets)
-    np.testing.assert_allclose(one_by_one, jit(apply)(tokens, targets), rtol=0, atol=1e-5)
+    one_by_one = jax.jit(jax.vmap(lambda x_T, y_T: apply(x_T[None], y_T[None])[0]))(tokens, targets)
+    np.testing.assert_allclose(one_by_one, jax.jit(apply)(tokens, targets), rtol=0, atol=1e-5)
 
 
 def test_sharded_matches_unsharded():
@@ -470,7 +469,7 @@ def test_8b_trains_abstractly():
 
 def test_init_draws_the_configured_std():
     config = replace(BASE, d_model=64, d_ff=128, vocab_size=200, init_std=0.07)
-    params = jit(llama.Llama(config).init)(jax.random.key(0), random_tokens()[0])["params"]
+    params = jax.jit(llama.Llama(config).init)(jax.random.key(0), random_tokens()[0])["params"]
     params = jax.tree.map(np.asarray, params)
     for path, leaf in jax.tree.leaves_with_path(params):
         std, expected = (np.std(leaf), 0.07) if path[-1].key != "scale" else (leaf.min(), 1.0)

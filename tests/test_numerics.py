@@ -1,6 +1,5 @@
 """Numerics of a model: which recipe a layer follows, exemptions, the census, and keys that differ wherever they should."""
 
-import functools
 import itertools
 
 import jax
@@ -19,11 +18,9 @@ PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves the compile time
-
 
 def gradients(f):
-    return jit(jax.grad(lambda x, w: (f(x, w, DN) ** 2).sum(), (0, 1)))(X, W)
+    return jax.jit(jax.grad(lambda x, w: (f(x, w, DN) ** 2).sum(), (0, 1)))(X, W)
 
 
 def model(numerics, shape=(64, 64, 64), layers=2):
@@ -141,7 +138,7 @@ def test_a_layer_is_the_dot_with_the_key_of_its_path_and_index():
 
 def test_the_layer_as_a_python_int_and_as_a_traced_one_give_the_same_bits():
     hook = Numerics(recipes.get("mxfp4_sr"))
-    traced = jit(jax.grad(lambda x, w, i: (hook.dot("attn/k", i, KEY)(x, w, DN) ** 2).sum(), (0, 1)))
+    traced = jax.jit(jax.grad(lambda x, w, i: (hook.dot("attn/k", i, KEY)(x, w, DN) ** 2).sum(), (0, 1)))
     for layer in (0, 31):
         for a, b in zip(gradients(hook.dot("attn/k", layer, KEY)), traced(X, W, jnp.int32(layer)), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
     jax.config.update("jax_num_cpu_devices", 8)
 
-from helpers import initial_state, leaves, quick_compiles, settings, tokens, write_corpus
+from helpers import initial_state, leaves, settings, tokens, write_corpus
 
 from fp4jax import recipes
 from fp4jax.numerics import Numerics
@@ -39,12 +39,6 @@ LONGER = {"train__batch_size": 16, "data__seq_len": 64, "optimizer__peak_lr": 3e
 def tiny(corpus, recipe="none", mesh=ONE, **changes):
     s = settings(corpus, quant__recipe=recipe, train__steps=STEPS, **changes)
     return dataclasses.replace(s, mesh=mesh)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    with quick_compiles():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled_step, initial_state, leaves, one_step, quick_compiles, settings, tokens, write_corpus
+from helpers import compiled_step, initial_state, leaves, one_step, settings, tokens, write_corpus
 
 from fp4jax import bits
 from models import llama
 from train import sharding, step
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    with quick_compiles():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +224,7 @@ def loss_and_grads(s):
         arguments = batch[:, :-1], batch[:, 1:], bits.step_key(0, 0)
         return model.apply({"params": params}, *arguments, method="token_losses").mean()
 
-    options = {"xla_backend_optimization_level": 0}  # unrolled layers take long to compile
-    return jax.jit(jax.value_and_grad(loss), compiler_options=options)
+    return jax.jit(jax.value_and_grad(loss))
 
 
 def test_scanned_and_unrolled_layers_draw_the_same_bits(tiny):
