@@ -28,7 +28,7 @@ def settings_for(recipe: str, *, steps: int) -> config.Settings:
 
 def final_loss(settings: config.Settings, dataset: data.Dataset) -> float:
     """Train, and return the validation loss in nats per byte, in the recipe's own numerics."""
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=1))
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=1))
     train_step, state = step.make_train_step(settings, mesh), step.init_state(settings, mesh)
     batches = data.train_iterator(dataset, seq_len=64, batch_size=8, seed=settings.train.seed)
     for _ in range(settings.train.steps):

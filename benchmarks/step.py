@@ -31,7 +31,7 @@ def settings_for(recipe: str, *, scan: bool) -> config.Settings:
 def our_step(recipe: str, tokens: jax.Array, *, scan: bool):
     """Return a function that runs one step of fp4jax's trainer on its own state."""
     settings = settings_for(recipe, scan=scan)
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=1))
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=1))
     train_step = step.make_train_step(settings, mesh)
     state = [step.init_state(settings, mesh)]
 

@@ -3,7 +3,7 @@
     python -m train.main --config=configs/llama3.py:25m,mxfp4_h16 --workdir=runs/25m
 
 SIZE is a key of `SHAPES`; 1b, 3b and 8b are the published Llama 3.2 1B, 3.2 3B and 3.1 8B. Hardware: 1m and 10m a laptop CPU,
-25m to 350m one GPU, 1b to 8b an 8-GPU node (--config.mesh.model splits heads and FFN). The data are the embedded bytes until
+25m to 350m one GPU, 1b to 8b an 8-GPU node (--config.mesh.tensor splits heads and FFN). The data are the embedded bytes until
 --config.data says otherwise, so no loss is stated here; 8b has been built abstractly only, not trained.
 """
 

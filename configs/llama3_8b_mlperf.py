@@ -26,7 +26,7 @@ def get_config(recipe: str = "mxfp4_h16") -> ConfigDict:
     config.optimizer.update(peak_lr=8e-4, end_lr=0.0, warmup_steps=128, decay_steps=1_200_000, eps=1e-5)
     # Evaluated every 12 288 sequences; `steps` is where a run that does not reach the target ends.
     config.train.update(batch_size=32, steps=8064, eval_every=384, checkpoint_every=384, target_loss=3.3)
-    config.mesh.data = 8
+    config.mesh.fsdp = 8
     config.quant.residuals, config.model.remat = "packed", "packed"
     config.diagnose.every = 384
     config.ablate = default_section()

@@ -23,8 +23,8 @@ class Key(NamedTuple):
     """What a cast draws from.
 
     words: uint32[2] (or a stack of them). row_offset, col_offset: the global indices of the tensor's first row and column,
-    uint32, where only a piece of it is cast. place: as `words`, but the same at every step, for what is drawn once per layer;
-    None where the key is not of `step_key`.
+    uint32, where only a piece of it is cast; a row_offset per row is its global index less its local one. place: as `words`,
+    but the same at every step, for what is drawn once per layer; None where the key is not of `step_key`.
     """
 
     words: jax.Array

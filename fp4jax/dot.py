@@ -60,8 +60,9 @@ def quantized_dot_general(
     backward keeps of x and w, "operands" as they are, or "packed": the codes and scales that wgrad and dgrad multiply, where
     these are quantized, named "fp4_residual" for remat policies. shared: a dict that several dots of the same lhs are given,
     so that they keep one packed copy of it (where no random bits are drawn for it). partition: how a mesh splits the layer,
-    needed by kernels on several devices; the other implementations are partitioned by XLA. sums: `stats.zeros()`, to measure:
-    its cotangent holds what the casts and GEMMs of this call did. Without it nothing is computed for that.
+    needed by kernels on several devices, and by all where time is split; otherwise XLA partitions what is no kernel. sums:
+    `stats.zeros()`, to measure: its cotangent holds what the casts and GEMMs of this call did. Without it nothing is computed
+    for that.
 
     Raises ValueError when a contraction length is not a multiple of the GEMM's blocks and rotation and the GEMM does not pad,
     when key or history are missing, when `impl` is unknown or cannot run a GEMM here, or when residuals="packed" meets delayed
@@ -95,7 +96,11 @@ def quantized_dot_general(
     lhs_free, rhs_free = _free_axes(lhs, rhs, dimension_numbers)
     batch = tuple(lhs.shape[a] for a in lhs_batch)
     k = _size(lhs, lhs_contract)
-    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, _size(lhs, lhs_free), k)
+    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(*batch, *(lhs.shape[a] for a in lhs_free), k)
+    pieces = 1 if partition is None or len(lhs_free) == 1 else partition.pieces
+    if pieces > 1:
+        x, key = _time_first(x, pieces, recipe, key)
+    x = x.reshape(*batch, _size(lhs, lhs_free), k)
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
 
     impls = {gemm: matmul.choose(impl, getattr(recipe, gemm), ragged=ragged(recipe, gemm, lengths))[0] for gemm in GEMMS}
@@ -111,7 +116,28 @@ def quantized_dot_general(
     for _ in batch:
         dot = jax.vmap(dot, in_axes=(0, 0, None, None, None))
     y = dot(x, w, key, history, sums)
+    if pieces > 1:
+        time = lhs.shape[lhs_free[-1]]
+        y = y.reshape(pieces, -1, time // pieces, y.shape[-1]).swapaxes(0, 1)
     return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
+
+
+def _time_first(x, pieces: int, recipe: Recipe, key: bits.Key | None):
+    """Return x [.., T, K] as [pieces, .., T / pieces, K], and the key whose rows are still those of [.., T].
+
+    Where a mesh splits T, this order alone keeps every device's tokens together once they are flattened. T / pieces must be a
+    multiple of wgrad's blocks, so that each holds the same tokens as before.
+    """
+    *_, time, k = x.shape
+    multiples = [recipe.wgrad.multiple, recipe.fprop.lhs.across or 1, recipe.dgrad.lhs.across or 1]
+    if x.ndim < 3 or time % (pieces * max(multiples)):
+        raise ValueError(f"tokens {list(x.shape[:-1])} in {pieces} pieces: a piece of time is no multiple of {max(multiples)}")
+    x = x.reshape(-1, pieces, time // pieces, k).swapaxes(0, 1)
+    if key is not None:
+        local = jnp.arange(x.size // k, dtype=jnp.uint32)
+        rows = local.reshape(-1, pieces, time // pieces).swapaxes(0, 1).reshape(-1)
+        key = key._replace(row_offset=key.row_offset + rows - local)
+    return x, key
 
 
 def _free_axes(lhs, rhs, dimension_numbers) -> tuple[list[int], list[int]]:

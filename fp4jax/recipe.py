@@ -175,6 +175,11 @@ class GemmSpec:
         return max(self.lhs.multiple, self.rhs.multiple, self.rotation.size or 1)
 
     @property
+    def draws(self) -> bool:
+        """Whether a cast of either operand needs random bits."""
+        return self.lhs.draws or self.rhs.draws
+
+    @property
     def is_plain(self) -> bool:
         """Whether both operands are left untouched, in the model's own compute dtype."""
         return self.lhs.format == self.rhs.format == "none"
@@ -212,7 +217,7 @@ class Recipe:
     def needs_key(self) -> bool:
         """Whether any cast draws random bits (stochastic rounding, redrawn or per-layer signs)."""
         specs = [getattr(self, g) for g in GEMMS]
-        return any(s.lhs.draws or s.rhs.draws or s.rotation.draws for s in specs)
+        return any(s.draws or s.rotation.draws for s in specs)
 
     @property
     def needs_history(self) -> bool:

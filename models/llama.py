@@ -8,7 +8,7 @@ bits must come from path, layer and key. `linear_dot=None` is plain `nn.Dense`.
 
 Parameters are float32; activations are `config.dtype`; norms, rotary angles, softmax, logits and losses are float32.
 Shapes: B batch, T time, D d_model, V vocabulary, N query heads, K key/value heads, G = N/K, H head size, R = H/2
-rotated pairs, F d_ff, S and C query and key positions within one attention block.
+rotated pairs, F d_ff, S and C query and key positions within one attention block; U all positions where T are some of them.
 
 Not supported: a key/value cache, padding or document masks, dropout, biases.
 """
@@ -27,6 +27,7 @@ from jax import lax
 
 LinearDot = Callable[[str, Any, Any, dict[Any, Any]], Callable[..., jax.Array]]
 Constrain = Callable[[str, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Rope = tuple[jax.Array, jax.Array]
 
 LINEAR_PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down", "lm_head")
@@ -156,19 +157,30 @@ def rotate(x_BTNH: jax.Array, rope: Rope) -> jax.Array:
     return rotated.astype(x_BTNH.dtype)
 
 
-def blockwise_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, block: int) -> jax.Array:
-    """Compute causal softmax(q kᵀ / √H) v in O(T · block) memory, in the backward pass too.
+def attention(config: LlamaConfig, q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH: jax.Array, first: Any = 0) -> jax.Array:
+    """Return causal softmax(q kᵀ / √H) v of the queries at positions first … first + T − 1, by the config's implementation."""
+    if config.attention == "blockwise":
+        return blockwise_attention(q_BTNH, k_BUKH, v_BUKH, block=config.attention_block, first=first)
+    if q_BTNH.shape[1] == k_BUKH.shape[1]:
+        return jax.nn.dot_product_attention(q_BTNH, k_BUKH, v_BUKH, is_causal=True)
+    query_T, key_U = first + jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BUKH.shape[1])
+    visible_TU = query_T[:, None] >= key_U[None]
+    return jax.nn.dot_product_attention(q_BTNH, k_BUKH, v_BUKH, mask=visible_TU[None, None])
+
+
+def blockwise_attention(q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH: jax.Array, *, block: int, first: Any = 0) -> jax.Array:
+    """Compute `attention` in O(T · block) memory, in the backward pass too; block divides T, U and first.
 
     Each query block visits the key blocks up to its own with an online softmax, and is recomputed in the backward pass.
     """
     B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
+    U, K = k_BUKH.shape[1:3]
     if T % block:
         raise ValueError(f"{T=} is not a multiple of attention_block={block}")
-    index, causal_SC = jnp.arange(T // block), jnp.tril(jnp.ones((block, block), bool))
+    causal_SC = jnp.tril(jnp.ones((block, block), bool))
 
     def split(x):  # B T … -> T/block B block …
-        return jnp.moveaxis(x.reshape(B, T // block, block, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def attend_to_past(args):
@@ -181,10 +193,10 @@ def blockwise_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array,
 
         zeros = jnp.zeros(q_BSKGH.shape, jnp.float32)
         start = (zeros, zeros[..., 0], jnp.full_like(zeros[..., 0], -jnp.inf))
-        (sum_BSKGH, total_BSKG, _), _ = lax.scan(visit, start, (index, split(k_BTKH), split(v_BTKH)))
+        (sum_BSKGH, total_BSKG, _), _ = lax.scan(visit, start, (jnp.arange(U // block), split(k_BUKH), split(v_BUKH)))
         return sum_BSKGH / total_BSKG[..., None]
 
-    out = lax.map(attend_to_past, (index, split(q_BTNH.reshape(B, T, K, N // K, H))))
+    out = lax.map(attend_to_past, (first // block + jnp.arange(T // block), split(q_BTNH.reshape(B, T, K, N // K, H))))
     return jnp.moveaxis(out, 0, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
@@ -240,6 +252,7 @@ class Attention(nn.Module):
 
     config: LlamaConfig
     linear_dot: LinearDot | None = None
+    attend: Attend | None = None
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, layer: Any, key: Any, rope: Rope) -> jax.Array:
@@ -252,10 +265,7 @@ class Attention(nn.Module):
         q_BTNH = rotate(heads("attn/q", c.n_heads), rope)
         k_BTKH = rotate(heads("attn/k", c.n_kv_heads), rope)
         v_BTKH = heads("attn/v", c.n_kv_heads)
-        if c.attention == "blockwise":
-            out_BTNH = blockwise_attention(q_BTNH, k_BTKH, v_BTKH, block=c.attention_block)
-        else:
-            out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        out_BTNH = (self.attend or functools.partial(attention, c))(q_BTNH, k_BTKH, v_BTKH)
         out = out_BTNH.reshape(*x_BTD.shape[:-1], c.n_heads * c.head_size)
         return _dense(self, "attn/o", c.d_model, layer, key, {})(out)
 
@@ -280,12 +290,13 @@ class Block(nn.Module):
     config: LlamaConfig
     linear_dot: LinearDot | None = None
     constrain: Constrain | None = None
+    attend: Attend | None = None
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, layer: Any, key: Any, rope: Rope) -> tuple[jax.Array, None]:
         c = self.config
         normed_BTD = RMSNorm(c, name="attn_norm")(x_BTD)
-        x_BTD = x_BTD + Attention(c, self.linear_dot, name="attn")(normed_BTD, layer, key, rope)
+        x_BTD = x_BTD + Attention(c, self.linear_dot, self.attend, name="attn")(normed_BTD, layer, key, rope)
         normed_BTD = RMSNorm(c, name="mlp_norm")(x_BTD)
         x_BTD = x_BTD + MLP(c, self.linear_dot, name="mlp")(normed_BTD, layer, key)
         return _constrain(self.constrain, "x_BTD", x_BTD), None
@@ -315,12 +326,15 @@ class Llama(nn.Module):
     """The language model: tokens to logits, or to per-token losses through `method="token_losses"`.
 
     `constrain(name, x)`, if given, wraps the activations "x_BTD" (the embedding's and every block's output) and
-    "logits_BTV"; it is where a caller puts `with_sharding_constraint`.
+    "logits_BTV"; it is where a caller puts `with_sharding_constraint`. attend(q, k, v), if given, takes the place of
+    `attention`. pieces: into how many pieces the caller splits T over devices, each of which then holds one chunk of the loss.
     """
 
     config: LlamaConfig
     linear_dot: LinearDot | None = None
     constrain: Constrain | None = None
+    attend: Attend | None = None
+    pieces: int = 1
 
     def setup(self):
         c = self.config
@@ -331,9 +345,9 @@ class Llama(nn.Module):
         if c.scan_layers:
             axes: Any = (0, nn.broadcast, nn.broadcast)  # layer, key, rope
             block = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=axes)
-            self.layers: Any = block(c, *hooks)
+            self.layers: Any = block(c, *hooks, self.attend)
         else:
-            self.layers = [block(c, *hooks) for _ in range(c.n_layers)]
+            self.layers = [block(c, *hooks, self.attend) for _ in range(c.n_layers)]
         self.final_norm = RMSNorm(c)
         self.lm_head = LMHead(c, *hooks)
 
@@ -344,27 +358,32 @@ class Llama(nn.Module):
     def token_losses(self, tokens_BT: jax.Array, targets_BT: jax.Array, key: Any = None) -> jax.Array:
         """Return the float32 negative log likelihood of each target, nll_BT, in nats.
 
-        With `loss_chunk`, neither pass holds more than loss_chunk positions of logits. The head's dot is then the same
-        program for every chunk and is not told which one it sees.
+        With `loss_chunk`, neither pass holds more than loss_chunk positions of logits per piece. The head's dot is then the
+        same program for every chunk and is not told which one it sees.
         """
         x_BTD, embedding_VD = self._hidden(tokens_BT, key), self.embed.embedding
-        (B, T), chunk = tokens_BT.shape, self.config.loss_chunk or tokens_BT.shape[1]
-        if T % chunk:
-            raise ValueError(f"{T=} is not a multiple of loss_chunk={chunk}")
+        (B, T), P = tokens_BT.shape, self.pieces
+        chunk = self.config.loss_chunk or T // P
+        if T % (P * chunk):
+            raise ValueError(f"{T=} is not a multiple of loss_chunk={chunk} in each of {P} pieces")
 
-        def chunk_losses(lm_head, carry, x_BCD, targets_BC):
-            return carry, cross_entropy(lm_head(x_BCD, embedding_VD, key), targets_BC)
+        def losses(lm_head, x_BTD, targets_BT):
+            return cross_entropy(lm_head(x_BTD, embedding_VD, key), targets_BT)
 
-        if chunk == T:
-            return chunk_losses(self.lm_head, None, x_BTD, targets_BT)[1]
+        def chunk_losses(lm_head, carry, x_BPCD, targets_BPC):
+            nll = losses(lm_head, x_BPCD.reshape(B, P * chunk, -1), targets_BPC.reshape(B, P * chunk))
+            return carry, nll.reshape(B, P, chunk)
+
+        if P * chunk == T:
+            return losses(self.lm_head, x_BTD, targets_BT)
         scan = nn.scan(
             nn.remat(chunk_losses, prevent_cse=False),
             variable_broadcast="params",
             split_rngs={"params": False},
-            in_axes=1,
-            out_axes=1,
+            in_axes=2,
+            out_axes=2,
         )
-        chunks = (x_BTD.reshape(B, T // chunk, chunk, -1), targets_BT.reshape(B, T // chunk, chunk))
+        chunks = (x_BTD.reshape(B, P, -1, chunk, x_BTD.shape[-1]), targets_BT.reshape(B, P, -1, chunk))
         return scan(self.lm_head, None, *chunks)[1].reshape(B, T)
 
     def _hidden(self, tokens_BT: jax.Array, key: Any) -> jax.Array:

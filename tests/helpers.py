@@ -39,7 +39,7 @@ TINY = {
     "optimizer.warmup_steps": 2,
     "optimizer.peak_lr": 1e-2,
     "optimizer.end_lr": 1e-3,
-    "mesh.data": 1,
+    "mesh.fsdp": 1,
 }
 
 
@@ -173,7 +173,7 @@ _programs = {}
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per model, seed and mesh."""
     histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
-    key = run_settings.model, run_settings.train.seed, mesh, run_settings.mesh.fsdp, tuple(sorted(histories))
+    key = run_settings.model, run_settings.train.seed, mesh, tuple(sorted(histories))
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])
@@ -192,7 +192,6 @@ def share_programs(monkeypatch):
                 s.train.seed,
                 s.train.accumulation,
                 mesh,
-                s.mesh.fsdp,
                 *options.items(),
             )
             if key not in _programs:

@@ -14,7 +14,7 @@ from fp4jax import GemmSpec, OperandSpec, Recipe, bits, quantized_dot_general, r
 from fp4jax.ops import kernels
 from fp4jax.ops.kernels import Partition
 from fp4jax.recipe import GEMMS
-from train import step
+from train import sharding, step
 
 DN = (((1,), (0,)), ((), ()))
 KEY = bits.step_key(1, 2)
@@ -169,16 +169,17 @@ def test_shards_that_blocks_would_straddle_raise():
         )
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvidia_nvfp4"])
-def test_a_train_step_on_a_mesh_agrees_with_the_reference_on_one_device(tmp_path, name):
-    """Scan, packed residuals and their remat, accumulation, fully sharded and tensor-parallel weights; evaluation."""
+@pytest.mark.parametrize(("name", "axis"), [("mxfp4", "tensor"), ("nvidia_nvfp4", "tensor"), ("mxfp4", "context")])
+def test_a_train_step_on_a_mesh_agrees_with_the_reference_on_one_device(tmp_path, name, axis):
+    """Scan, packed residuals and their remat, accumulation, fully sharded and tensor-parallel weights, pieces of sequences;
+    evaluation."""
     corpus = helpers.write_corpus(tmp_path)
     changes = {"quant__recipe": name, "quant__residuals": "packed", "model__remat": "packed", "train__accumulation": 2}
-    changes |= {"model__n_layers": 1, "train__batch_size": 4}
+    changes |= {"model__n_layers": 1, "train__batch_size": 4, "data__seq_len": 64 if axis == "context" else 32}
     results = []
-    for impl, data, model in (("reference", 1, 1), ("triton", 2, 2)):
-        settings = helpers.settings(corpus, **changes, quant__impl=impl, mesh__data=data, mesh__model=model)
-        mesh = interpreter.mesh(data, model)
+    for impl, axes in (("reference", {}), ("triton", {"mesh__fsdp": 2, f"mesh__{axis}": 2})):
+        settings = helpers.settings(corpus, **changes, quant__impl=impl, **axes)
+        mesh = sharding.make_mesh(settings.mesh)
         tokens = np.random.default_rng(0).integers(0, 256, (4, settings.data.seq_len + 1)).astype(np.int32)
         state = step.init_state(settings, mesh)
         nll = step.make_eval_step(settings, mesh)(state.params, jnp.asarray(tokens), np.uint32(0), state.step, state.seed)

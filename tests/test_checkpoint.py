@@ -48,11 +48,11 @@ def test_what_a_checkpoint_says(saved):
     assert set(run["versions"]) == set(checkpoint.VERSIONS)
 
 
-@pytest.mark.parametrize(("data", "model", "fsdp"), [(4, 2, True), (8, 1, False)])
-def test_another_mesh_restores_the_same_bits(saved, data, model, fsdp):
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"data": 8, "fsdp": 1}, {"fsdp": 2, "context": 2, "tensor": 2}])
+def test_another_mesh_restores_the_same_bits(saved, mesh):
     s, workdir = saved
     here, _ = restore(s, workdir)
-    other = dataclasses.replace(s, mesh=sharding.MeshConfig(data=data, model=model, fsdp=fsdp))
+    other = dataclasses.replace(s, mesh=sharding.MeshConfig(**mesh))
     there, _ = restore(other, workdir)
     jax.tree.map(np.testing.assert_array_equal, leaves(here), leaves(there))
     wanted = jax.tree.leaves(step.abstract_state(other, sharding.make_mesh(other.mesh)))

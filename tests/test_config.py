@@ -8,13 +8,12 @@ import json
 import pathlib
 import runpy
 
-import jax
 import pytest
 from helpers import argv, parse, raw_config, settings, snapshot, write_corpus
 
 from fp4jax import recipes
 from fp4jax.recipe import Recipe, leaves, override
-from train import config, loop, step
+from train import config, loop, sharding, step
 from train.errors import InputError
 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -219,7 +218,7 @@ NAN, INF = float("nan"), float("inf")
         ({"model__attention": "blockwise", "model__attention_block": 24}, "seq_len=32.*attention_block=24"),
         ({"model__n_heads": 3}, "n_heads=3"),
         ({"model__dtype": "float8"}, "dtype='float8'"),
-        ({"mesh__model": 0}, "mesh.model=0"),
+        ({"mesh__tensor": 0}, "mesh.tensor=0"),
         ({"mesh__data": -1}, "mesh.data=-1"),
     ],
 )
@@ -256,12 +255,13 @@ def no_compile(monkeypatch):
         ({"model__d_model": 72, "model__d_ff": 96}, "72 is not a multiple of 32"),
         ({"data__seq_len": 20, "train__batch_size": 2}, "40 is not a multiple of 32"),
         ({"quant__exempt": (), "model__vocab_size": 260}, "260 is not a multiple of 32"),
-        ({"mesh__data": 3}, "d_model=64.*3"),
-        ({"mesh__data": 3, "quant__strict": False}, "d_model=64.*3"),
+        ({"mesh__fsdp": 3}, "d_model=64.*3"),
+        ({"mesh__fsdp": 3, "quant__strict": False}, "d_model=64.*3"),
         ({"mesh__data": 16}, "data=16.*8 devices"),
         ({"mesh__data": 8, "train__accumulation": 2}, "microbatch of 4.*8"),
-        ({"mesh__model": 4, "mesh__data": 2}, "n_kv_heads=2.*4"),
-        ({"mesh__model": 2, "model__d_ff": 96}, "d_ff.*48 is not a multiple of 32"),
+        ({"mesh__tensor": 4, "mesh__data": 2}, "n_kv_heads=2.*4"),
+        ({"mesh__tensor": 2, "model__d_ff": 96}, "d_ff.*48 is not a multiple of 32"),
+        ({"mesh__context": 2}, "attn/q wgrad: positions per device = 16 is not a multiple of 32"),
         ({"mesh__data": 8, "data__seq_len": 16}, "tokens per device = 16 is not a multiple of 32"),
         ({"data__files": "/nowhere/*.txt"}, "no file matches '/nowhere"),
     ],
@@ -475,7 +475,7 @@ def test_seeds_give_different_weights(corpus):
     kernels = []
     for seed in (0, 1, 2**32 - 1):
         with_seed = dataclasses.replace(s, train=dataclasses.replace(s.train, seed=seed))
-        mesh = jax.make_mesh((1, 1), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+        mesh = sharding.make_mesh(s.mesh)
         kernels.append(float(step.init_state(with_seed, mesh).params["lm_head"]["kernel"][0, 0]))
     assert len(set(kernels)) == 3
 

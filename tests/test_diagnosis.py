@@ -23,7 +23,7 @@ def corpus(tmp_path_factory):
 
 def measure(settings, *, devices=1):
     """Return {(module, gemm): row} of step 0."""
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=devices))
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=devices))
     tokens = jax.device_put(np.asarray(helpers.tokens(settings)), sharding.batch_sharding(mesh))
     rows = stats.figures(diagnosis.make_measure(settings, mesh)(step.init_state(settings, mesh), tokens))
     return {(row["module"], row["gemm"]): row for row in rows}

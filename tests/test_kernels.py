@@ -166,7 +166,7 @@ def lowered_llama3_8b(recipe="mxfp4_h16", arch="gfx950"):
     with c.unlocked():
         c.quant.impl, c.quant.residuals = "triton", "packed"
     settings = config.resolve(c)
-    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = AbstractMesh((1, 4, 1, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
     with triton_call.assume_target(arch):
         rows = step.census_rows(settings)
         tokens = jax.ShapeDtypeStruct((settings.train.batch_size, settings.data.seq_len + 1), jnp.int32)
@@ -241,14 +241,14 @@ def test_arrays_below_2_gib_get_buffer_loads_through_jax_triton(tmp_path):
 
 
 def test_every_linear_layer_knows_its_mesh_axes_and_a_missing_entry_raises():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    of = sharding.partition(mesh)
-    for path, (k, n) in {"attn/q": ("data", "model"), "mlp/down": ("model", "data")}.items():
+    of = sharding.partition(sharding.make_mesh(sharding.MeshConfig(fsdp=4, tensor=2)))
+    for path, (k, n) in {"attn/q": ("fsdp", "tensor"), "mlp/down": ("tensor", "fsdp")}.items():
         assert of(path).stored == (k, n)
-    assert sharding.partition(mesh, fsdp=False)("attn/o").stored == ("model", None)
+    replicated = sharding.partition(sharding.make_mesh(sharding.MeshConfig(data=4, fsdp=1, tensor=2)))
+    assert replicated("attn/o").stored == ("tensor", None)
     with pytest.raises(InputError, match="attn/new has no entry"):
         of("attn/new")
-    assert sharding.partition(jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)) is None
+    assert sharding.partition(sharding.make_mesh(sharding.MeshConfig(fsdp=1))) is None
 
 
 def test_weights_that_blocks_would_straddle_at_rest_are_refused_before_any_compile():
@@ -256,10 +256,23 @@ def test_weights_that_blocks_would_straddle_at_rest_are_refused_before_any_compi
     with c.unlocked():
         c.quant.impl = "triton"
     settings = config.resolve(c)
-    mesh = AbstractMesh((8, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = AbstractMesh((1, 8, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
     with (
         triton_call.assume_target("gfx950"),
         pytest.raises(InputError, match="there its contraction length 16 is not a multiple"),
+    ):
+        sharding.check(mesh, settings.model, settings.numerics, microbatch=16, seq_len=128)
+
+
+def test_kernels_that_would_draw_for_pieces_of_a_sequence_are_refused():
+    c = llama3.get_config("1m,mxfp4_sr")
+    with c.unlocked():
+        c.quant.impl = "triton"
+    settings = config.resolve(c)
+    mesh = AbstractMesh((1, 1, 2, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
+    with (
+        triton_call.assume_target("gfx950"),
+        pytest.raises(InputError, match="kernels do not round stochastically on a context"),
     ):
         sharding.check(mesh, settings.model, settings.numerics, microbatch=16, seq_len=128)
 

@@ -70,8 +70,8 @@ class _Diagnoser:
         self.microbatch = dataclasses.replace(settings, numerics=numerics, train=dataclasses.replace(train, accumulation=1))
         self.recipes = {name: config.in_recipe(self.microbatch, name) for name in recipes}
         for of_recipe in self.recipes.values() or [self.microbatch]:
-            size, seq_len, fsdp = of_recipe.train.batch_size, settings.data.seq_len, settings.mesh.fsdp
-            sharding.check(mesh, settings.model, of_recipe.numerics, microbatch=size, seq_len=seq_len, fsdp=fsdp)
+            size, seq_len = of_recipe.train.batch_size, settings.data.seq_len
+            sharding.check(mesh, settings.model, of_recipe.numerics, microbatch=size, seq_len=seq_len)
         self._programs: dict[Any, Any] = {}
 
     def diagnose(self, checkpoints: checkpoint.Checkpoints, at: int) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = sharding.make_mesh(settings.mesh)
-    microbatch, fsdp = settings.train.batch_size // settings.train.accumulation, settings.mesh.fsdp
+    microbatch = settings.train.batch_size // settings.train.accumulation
     for phase in settings.phases():
-        sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len, fsdp=fsdp)
+        sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
@@ -104,9 +104,10 @@ def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Check
     dataset = data.load(settings.data)
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
-    mesh = sharding.make_mesh(sharding.MeshConfig())
-    fsdp = settings.model.d_model % mesh.shape["data"] == 0  # any number of devices will do
-    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(fsdp=fsdp))
+    devices = len(jax.devices())  # any number will do
+    divides = settings.model.d_model % devices == 0
+    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(**({} if divides else {"data": devices, "fsdp": 1})))
+    mesh = sharding.make_mesh(settings.mesh)
     checkpoints = Checkpoints(workdir)
     if checkpoints.latest() is None:
         raise InputError(f"{workdir} has no checkpoint yet")

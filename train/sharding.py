@@ -1,10 +1,12 @@
 """The device mesh, and where every array of the train state lives on it.
 
-Axes: "data" splits the batch and, with fsdp, the parameters and moments; "model" splits attention heads, the FFN and the
-vocabulary (tensor parallelism). Parameters are placed by the table below, from the last two parts of their path.
+Dimensions have logical names, and one table says which mesh axes split which: "data" and "fsdp" the batch, "fsdp" also the
+parameters and moments, "tensor" attention heads, the FFN and the vocabulary, "context" the positions of a sequence. Any
+product of the four is one mesh. Parameters are placed by the last two parts of their path.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,90 +17,140 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fp4jax import dot
 from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
 from fp4jax.ops import matmul
-from fp4jax.ops.kernels import Partition
+from fp4jax.ops.kernels import AxisName, Partition
+from models import llama
 from models.llama import LINEAR_PATHS, LlamaConfig
 from train.errors import InputError, check_types
 
-# Mesh axes of a parameter's own dimensions; a leading layer axis (scan) is never split.
+AXES = ("data", "fsdp", "context", "tensor")
+# Logical axis of a dimension → mesh axes that split it, outermost first.
+RULES = {
+    "batch": ("data", "fsdp"),
+    "time": ("context",),
+    "tokens": ("context", "data", "fsdp"),  # time and batch in one, as `Partition.pieces` orders it
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "ffn": ("tensor",),
+    "vocab": ("tensor",),
+}
+# Logical axes of a parameter's own dimensions; a leading layer axis (scan) is never split.
 PARAM_AXES = {
-    "embed/embedding": ("model", "data"),
-    "q/kernel": ("data", "model"),
-    "k/kernel": ("data", "model"),
-    "v/kernel": ("data", "model"),
-    "o/kernel": ("model", "data"),
-    "gate/kernel": ("data", "model"),
-    "up/kernel": ("data", "model"),
-    "down/kernel": ("model", "data"),
-    "lm_head/kernel": ("data", "model"),
+    "embed/embedding": ("vocab", "embed"),
+    "q/kernel": ("embed", "heads"),
+    "k/kernel": ("embed", "heads"),
+    "v/kernel": ("embed", "heads"),
+    "o/kernel": ("heads", "embed"),
+    "gate/kernel": ("embed", "ffn"),
+    "up/kernel": ("embed", "ffn"),
+    "down/kernel": ("ffn", "embed"),
+    "lm_head/kernel": ("embed", "vocab"),
     "attn_norm/scale": (None,),
     "mlp_norm/scale": (None,),
     "final_norm/scale": (None,),
 }
-# Mesh axes of a linear layer's tokens, input and output features in its GEMMs: the output split (column-parallel) or the input.
-_COLUMN, _ROW = ("data", None, "model"), ("data", "model", None)
+# Logical axes of a linear layer's input and output features in its GEMMs: the output is split (column-parallel) or the input.
 LINEAR_AXES = {
-    **dict.fromkeys(("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up", "lm_head"), _COLUMN),
-    **dict.fromkeys(("attn/o", "mlp/down"), _ROW),
+    **dict.fromkeys(("attn/q", "attn/k", "attn/v"), (None, "heads")),
+    **dict.fromkeys(("mlp/gate", "mlp/up"), (None, "ffn")),
+    "lm_head": (None, "vocab"),
+    "attn/o": ("heads", None),
+    "mlp/down": ("ffn", None),
 }
-ACTIVATION_AXES = {"x_BTD": ("data", None, None), "logits_BTV": ("data", None, "model")}
+ACTIVATION_AXES = {"x_BTD": ("batch", "time", None), "logits_BTV": ("batch", "time", "vocab")}
+_Q_AXES, _KV_AXES = ("batch", "time", "heads", None), ("batch", None, "heads", None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Mesh shape. data=0: all devices not used by `model`. fsdp: whether "data" also splits parameters and moments."""
+    """Devices along each axis of the mesh; fsdp=0: all that the others leave."""
 
-    data: int = 0
-    model: int = 1
-    fsdp: bool = True
+    data: int = 1
+    fsdp: int = 0
+    context: int = 1
+    tensor: int = 1
 
     def __post_init__(self):
         check_types("mesh", self)
-        if self.data < 0 or self.model < 1:
-            raise InputError(f"mesh.data={self.data} must not be negative and mesh.model={self.model} must be positive")
+        for name, size in dataclasses.asdict(self).items():
+            if size < (name != "fsdp"):
+                raise InputError(f"mesh.{name}={size} is out of range")
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """Return the mesh over the first data × model devices."""
+    """Return the mesh over the first data × fsdp × context × tensor devices."""
     devices = jax.devices()
-    data = config.data or max(len(devices) // config.model, 1)
-    if data * config.model > len(devices):
-        raise InputError(f"mesh data={data} × model={config.model} needs more than the {len(devices)} devices here")
-    grid = np.array(devices[: data * config.model]).reshape(data, config.model)
-    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    others = config.data * config.context * config.tensor
+    sizes = {**dataclasses.asdict(config), "fsdp": config.fsdp or max(len(devices) // others, 1)}
+    shape = tuple(sizes[name] for name in AXES)
+    if math.prod(shape) > len(devices):
+        asked = " × ".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
+        raise InputError(f"mesh {asked} needs more than the {len(devices)} devices here")
+    grid = np.array(devices[: math.prod(shape)]).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _stored(name: str, fsdp: bool) -> tuple[str | None, ...]:
-    """Return the mesh axes of a parameter at rest; name: the last two parts of its path."""
-    return tuple(None if axis == "data" and not fsdp else axis for axis in PARAM_AXES[name])
+def spec(mesh: Mesh, *names: str | None) -> PartitionSpec:
+    """Return the PartitionSpec of dimensions with these logical names."""
+    return PartitionSpec(*(_mesh_axes(mesh, name) for name in names))
 
 
-def partition(mesh: Mesh, *, fsdp: bool = True) -> Callable[[str], Partition] | None:
-    """Return how kernels find their layer on the mesh: path → Partition; None for a mesh of one device."""
+def _mesh_axes(mesh: Mesh, name: str | None) -> AxisName:
+    """Return the mesh axes that split a logical axis, without those of size 1."""
+    axes = tuple(axis for axis in RULES[name] if mesh.shape[axis] > 1) if name else ()
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def split(mesh: Mesh, name: str) -> int:
+    """Return into how many parts the mesh splits a logical axis."""
+    return math.prod(mesh.shape[axis] for axis in RULES[name])
+
+
+def partition(mesh: Mesh) -> Callable[[str], Partition] | None:
+    """Return how dots find their layer on the mesh: path → Partition; None for a mesh of one device."""
     if mesh.size == 1:
         return None
 
     def of(path: str) -> Partition:
         if path not in LINEAR_AXES:
             raise InputError(f"{path} has no entry in train.sharding.LINEAR_AXES: a kernel needs to know its mesh axes")
-        k, n = _stored(f"{path.split('/')[-1]}/kernel", fsdp)
-        m_axis, k_axis, n_axis = LINEAR_AXES[path]
-        return Partition(mesh, m_axis, k_axis, n_axis, (k, n))
+        stored = PARAM_AXES[f"{path.split('/')[-1]}/kernel"]
+        m, k, n, *at_rest = (_mesh_axes(mesh, name) for name in ("tokens", *LINEAR_AXES[path], *stored))
+        return Partition(mesh, m, k, n, (at_rest[0], at_rest[1]), split(mesh, "time"))
 
     return of
 
 
-def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, fsdp: bool = True) -> None:
+def model_hooks(mesh: Mesh, model: LlamaConfig) -> dict[str, Any]:
+    """Return what `models.llama.Llama` is told of the mesh: constrain, attend, pieces."""
+
+    def constrain(name: str, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(mesh, *ACTIVATION_AXES[name])))
+
+    def local(q_BTNH, k_BSKH, v_BSKH):
+        first = jax.lax.axis_index("context") * q_BTNH.shape[1]
+        return llama.attention(model, q_BTNH, k_BSKH, v_BSKH, first)
+
+    q, kv = spec(mesh, *_Q_AXES), spec(mesh, *_KV_AXES)
+    attend = jax.shard_map(local, mesh=mesh, in_specs=(q, kv, kv), out_specs=q, check_vma=False)
+    pieces = split(mesh, "time")
+    return {"constrain": constrain, "attend": attend if pieces > 1 else None, "pieces": pieces}
+
+
+def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int) -> None:
     """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
-    data, tensor = mesh.shape["data"], mesh.shape["model"]
+    fsdp, tensor, context = (mesh.shape[name] for name in ("fsdp", "tensor", "context"))
     sizes = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
     for name, size in sizes.items():
         if size % tensor:
-            raise InputError(f"model.{name}={size} is not a multiple of the mesh's model axis ({tensor})")
-    if fsdp and model.d_model % data:
-        raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's data axis ({data})")
-    if microbatch % data:
-        raise InputError(f"a microbatch of {microbatch} sequences is not a multiple of the mesh's data axis ({data})")
-    if not numerics.strict:
+            raise InputError(f"model.{name}={size} is not a multiple of the mesh's tensor axis ({tensor})")
+    if model.d_model % fsdp:
+        raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's fsdp axis ({fsdp})")
+    if microbatch % (rows := split(mesh, "batch")):
+        raise InputError(f"a microbatch of {microbatch} sequences is not a multiple of the mesh's data × fsdp axes ({rows})")
+    if seq_len % (context * (model.attention_block or 1)) or seq_len % (context * (model.loss_chunk or 1)):
+        what = f"context axis ({context}) times attention_block={model.attention_block} and loss_chunk={model.loss_chunk}"
+        raise InputError(f"data.seq_len={seq_len} is not a multiple of the mesh's {what}")
+    if not numerics.strict and context == 1:
         return
     d_model = ("d_model", model.d_model)
     q = ("n_heads · head size per device", model.n_heads * model.head_size // tensor)
@@ -108,18 +160,24 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
     ends |= {"gate": (d_model, d_ff), "up": (d_model, d_ff), "down": (d_ff, d_model), "lm_head": (d_model, vocab)}
     for path in LINEAR_PATHS:
         inputs, outputs = ends[path.split("/")[-1]]
-        contraction = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens per device", microbatch // data * seq_len)}
-        at_rest = [length // data if _stored(f"{path.split('/')[-1]}/kernel", fsdp)[i] == "data" else length
-                   for i, (_, length) in enumerate((inputs, outputs))]  # fmt: skip
+        tokens = ("tokens per device", microbatch // rows * seq_len)
+        if context > 1:  # every device has a piece of each of its sequences
+            tokens = ("positions per device", seq_len // context)
+        contraction = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
+        stored = zip(PARAM_AXES[f"{path.split('/')[-1]}/kernel"], (inputs, outputs), strict=True)
+        at_rest = [length // (fsdp if axis == "embed" else 1) for axis, (_, length) in stored]
         for recipe, _, _ in numerics.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...):
             for gemm, (what, length) in contraction.items():
-                spec = getattr(recipe, gemm)
-                if length % spec.multiple and not spec.pad:
-                    raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {spec.multiple} ({spec})")
+                how = getattr(recipe, gemm)
+                pads = (how.pad or not numerics.strict) and (gemm != "wgrad" or context == 1)
+                if length % how.multiple and not pads:
+                    raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {how.multiple} ({how})")
                 try:
-                    impl, _ = matmul.choose(numerics.impl, spec)
+                    impl, _ = matmul.choose(numerics.impl, how)
                 except ValueError as error:
                     raise InputError(f"quant: {path} {gemm}: {error}") from None
+                if impl == "triton" and context > 1 and how.draws:
+                    raise InputError(f"{path} {gemm}: kernels do not round stochastically on a context axis, impl=xla does")
                 if impl == "triton":  # casts on each device what lies there, weights too
                     lengths = {name: length for name, (_, length) in contraction.items()}
                     lengths |= {} if gemm == "wgrad" else {"fprop": at_rest[0], "dgrad": at_rest[1]}
@@ -128,32 +186,24 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
                         reason = f"lengths {lengths} do not divide, and kernels do not pad"
                     if reason:
                         raise InputError(
-                            f"{path} {gemm}: a kernel casts what lies on one device, and there its {reason} ({spec}): "
+                            f"{path} {gemm}: a kernel casts what lies on one device, and there its {reason} ({how}): "
                             "choose quant.impl=reference or xla, or another mesh"
                         )
 
 
-def state_shardings(mesh: Mesh, state: Any, *, fsdp: bool = True) -> Any:
+def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Return the NamedSharding of every leaf of a train state (or of its shapes); scalars, history and seed are replicated."""
 
     def place(path, leaf):
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
         if leaf.ndim == 0 or keys[0] in ("history", "seed"):
             return NamedSharding(mesh, PartitionSpec())
-        axes = _stored("/".join(keys[-2:]), fsdp)
-        return NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - len(axes)), *axes))
+        axes = PARAM_AXES["/".join(keys[-2:])]
+        return NamedSharding(mesh, spec(mesh, *(None,) * (leaf.ndim - len(axes)), *axes))
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec("data"))
-
-
-def constrain(mesh: Mesh):
-    """Return the model's activation hook: (name, x) → x with the sharding of `ACTIVATION_AXES`."""
-
-    def apply(name: str, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*ACTIVATION_AXES[name])))
-
-    return apply
+    """Return the sharding of tokens_BT1; their length T + 1 is not split over the context axis."""
+    return NamedSharding(mesh, spec(mesh, "batch"))

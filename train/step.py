@@ -74,7 +74,7 @@ def _init_and_shardings(settings: Settings, mesh: Mesh):
             history |= phase.numerics.init_history(llama.LINEAR_PATHS)
         return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed))
 
-    return init, sharding.state_shardings(mesh, jax.eval_shape(init, bits.seed_words(0)), fsdp=settings.mesh.fsdp)
+    return init, sharding.state_shardings(mesh, jax.eval_shape(init, bits.seed_words(0)))
 
 
 @jax.jit
@@ -116,8 +116,8 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
     `key` and by the global row of each token. Over microbatches gradients and sums are added, of the maxima of delayed scaling
     the largest is kept. sums: `Numerics.init_sums`, or {} to measure nothing.
     """
-    numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
-    model = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
+    numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh))
+    model = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
     accumulation = settings.train.accumulation
 
     def loss_sum(params, history, sums, tokens_BT1, key):
@@ -132,7 +132,7 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
 
     def accumulate(params, history, sums, tokens_BT1, key):
         tokens_ABT1 = tokens_BT1.reshape(accumulation, -1, tokens_BT1.shape[1])
-        spread = NamedSharding(mesh, PartitionSpec(None, "data"))
+        spread = NamedSharding(mesh, sharding.spec(mesh, None, "batch"))
         tokens_ABT1 = jax.lax.with_sharding_constraint(tokens_ABT1, spread)
         rows = tokens_ABT1.shape[1] * (tokens_ABT1.shape[2] - 1)
 
@@ -199,8 +199,8 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     fprops = [recipe.fprop for recipe in (numerics.recipe, *(recipe for _, recipe in numerics.rules))]
     if any(matmul.choose(numerics.impl, spec)[0] == "triton" for spec in fprops) and not _has_tensor_scales(fprops):
         # Rows do not see each other, and one kernel for all of them is faster than one for each.
-        numerics = dataclasses.replace(numerics, partition=sharding.partition(mesh, fsdp=settings.mesh.fsdp))
-        together = llama.Llama(settings.model, numerics.dot, sharding.constrain(mesh))
+        numerics = dataclasses.replace(numerics, partition=sharding.partition(mesh))
+        together = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
     else:
         together = None
     model = llama.Llama(settings.model, numerics.dot)
@@ -233,7 +233,7 @@ def val_batches(
     return data.val_batches(
         dataset,
         seq_len=settings.data.seq_len,
-        batch_size=size + -size % mesh.shape["data"],
+        batch_size=size + -size % sharding.split(mesh, "batch"),
         max_sequences=settings.data.max_val_sequences,
     )
 

@@ -24,7 +24,8 @@ AxisName = str | tuple[str, ...] | None
 class Partition(NamedTuple):
     """The mesh axes of one linear layer: of tokens (m), input (k) and output features (n), and of the weight as it is stored.
 
-    stored: the axes of w's K and N at rest, more than (k, n) where parameters are fully sharded.
+    stored: the axes of w's K and N at rest, more than (k, n) where parameters are fully sharded. pieces: into how many pieces
+    the last axis of the tokens, time, is split; m then names the axis that splits time first.
     """
 
     mesh: Mesh
@@ -32,6 +33,7 @@ class Partition(NamedTuple):
     k: AxisName
     n: AxisName
     stored: tuple[AxisName, AxisName]
+    pieces: int = 1
 
     def of(self, operand: str) -> tuple[AxisName, AxisName]:
         """Return the axes of the rows and columns of x, w or dy."""
