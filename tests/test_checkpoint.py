@@ -1,15 +1,16 @@
-"""Checkpoints: exact round trips, also to another mesh, and every kind of damage refused in one line."""
+"""Checkpoints: exact round trips, also to another mesh; from every kind of damage a run goes back to the one before."""
 
 import asyncio
 import dataclasses
 import gc
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from helpers import NoStop, leaves, settings, snapshot, train, write_corpus
+from helpers import NoStop, leaves, rows, settings, snapshot, train, write_corpus
 from orbax.checkpoint._src import asyncio_utils
 
 from train import checkpoint, loop, sharding, step
@@ -115,16 +116,41 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(saved, tmp_path, damage):
+def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(saved, tmp_path, damage, caplog):
     s, workdir = saved
     copy = tmp_path / "run"
     shutil.copytree(workdir, copy)
     damage(copy / "checkpoints" / "2")
+    damaged = snapshot(copy / "checkpoints" / "2")
+    assert train(s, copy).step == 2
+    gc.collect()  # a read that was dropped would be a warning here, so an error
+    assert rows(copy) == rows(workdir)
+    (message,) = [r.getMessage() for r in caplog.records if "going back to step 1" in r.getMessage()]
+    assert re.search(r"checkpoints/2 (cannot be read|is damaged)", message)
+    assert snapshot(copy / "damaged" / "2") == damaged
+    jax.tree.map(np.testing.assert_array_equal, *(leaves(restore(s, w)[0]) for w in (copy, workdir)))
+
+
+def test_where_every_checkpoint_is_damaged_the_run_is_refused_and_nothing_is_moved(saved, tmp_path):
+    s, workdir = saved
+    copy = tmp_path / "run"
+    shutil.copytree(workdir, copy)
+    for at in ("1", "2"):
+        cut(biggest(copy / "checkpoints" / at))
     before = snapshot(copy)
     with pytest.raises(InputError, match=r"checkpoints/2 (cannot be read|is damaged)"):
         train(dataclasses.replace(s, train=dataclasses.replace(s.train, eval_every=7)), copy)
-    gc.collect()  # a read that was dropped would be a warning here, so an error
     assert snapshot(copy) == before
+
+
+def test_a_second_run_in_a_workdir_is_refused_while_the_first_lives(saved, tmp_path):
+    s, _ = saved
+    dataset, mesh, _ = loop.prepare(s, tmp_path / "run")
+    first = loop.Run(s, tmp_path / "run", dataset, mesh)
+    with pytest.raises(InputError, match="in use by another run"):
+        loop.Run(s, tmp_path / "run", dataset, mesh)
+    first.close()
+    loop.Run(s, tmp_path / "run", dataset, mesh).close()
 
 
 def test_reads_that_failed_late_are_awaited():

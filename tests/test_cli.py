@@ -61,7 +61,7 @@ def test_workdir(finished):
     _, workdir, _, _ = finished
     names = {path.name for path in workdir.iterdir()}
     assert {name for name in names if not name.startswith("events.out.tfevents")} == {
-        "config.json", "census.json", "metrics.jsonl", "checkpoints",
+        "config.json", "census.json", "metrics.jsonl", "checkpoints", "lock",
     }  # fmt: skip
     assert any(name.startswith("events.out.tfevents") for name in names)
     census = json.loads((workdir / "census.json").read_text())
@@ -157,8 +157,6 @@ def nothing(_workdir):
         ("train.main", nothing, ["--config=configs/nope.py"], "nope.py"),
         ("train.main", nothing, ["--config.quant.recipe=mxfp5"], "unknown recipe 'mxfp5'"),
         ("train.main", nothing, ["--config.train.nope=1"], "nope"),
-        ("train.main", cut_arrays, [], "checkpoints/6 cannot be read"),
-        ("train.main", cut_manifest, [], "checkpoints/6 cannot be read"),
         ("train.evaluate", cut_manifest, [], "checkpoints/6 cannot be read"),
         ("train.evaluate", lambda w: (w / "config.json").unlink(), [], "not the workdir"),
     ],
@@ -173,6 +171,13 @@ def test_bad_input_is_one_line_and_leaves_the_workdir_alone(finished, tmp_path, 
     assert err[0].startswith("error: ")
     assert message in err[0]
     assert snapshot(tmp_path) == before
+
+
+def test_a_cut_checkpoint_is_said_and_the_run_ends_as_it_did(finished, tmp_path):
+    workdir = copy_with(finished, tmp_path, cut_arrays)
+    code, out, err = run("train.main", *argv(finished[0], workdir, **CHANGES))
+    assert (code, out, rows(workdir)) == (cli.DONE, finished[2], rows(finished[1]))
+    assert any("checkpoints/6 cannot be read" in line and "going back to step 3" in line for line in err), err
 
 
 def test_a_missing_config_is_one_line():

@@ -64,6 +64,15 @@ class Checkpoints:
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: the arrays do not match their checksum")
         return state, run
 
+    def set_aside(self, step: int) -> None:
+        """Move a checkpoint to damaged/ in the workdir, where nothing looks for it."""
+        target = self.path.parent / "damaged" / str(step)
+        while target.exists():
+            target = target.with_name(target.name + "_")
+        target.parent.mkdir(exist_ok=True)
+        (self.path / str(step)).rename(target)
+        self._manager.reload()
+
     def wait(self) -> None:
         """Block until the last save is complete; raises what it raised."""
         self._manager.wait_until_finished()

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 143/130 after SIGTERM/SIGINT with a checkpoint written.
 """
 
+import fcntl
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -73,6 +74,18 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
         raise InputError(f"flags: {type(error).__name__}: {error}") from None
     if len(rest) > 1:
         raise InputError(f"flags: unexpected arguments {rest[1:]}")
+
+
+def lock_file(path: pathlib.Path) -> TextIO | None:
+    """Return the open file with an OS lock on it, which dies with the file or its process; None where another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 def default_workdir(config_path: str) -> str:

@@ -4,7 +4,6 @@ A cell is a training run in a workdir of its own; `result.json` in it says that 
 """
 
 import dataclasses
-import fcntl
 import json
 import logging
 import pathlib
@@ -18,7 +17,7 @@ from ml_collections import ConfigDict
 from fp4jax.recipe import Recipe
 from train import config as train_config
 from train import loop, page, step
-from train.cli import DONE, StopRequest
+from train.cli import DONE, StopRequest, lock_file
 from train.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -101,9 +100,9 @@ def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
     stop = StopRequest()
     for label in dict.fromkeys(cell.label for cell in grid):
         row = [cell for cell in grid if cell.label == label and result_of(workdir / cell.path) is None]
-        lock = workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock")
-        with locked(lock) as mine:
-            if mine and row:
+        lock = lock_file(workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock"))
+        if lock is not None:
+            with lock:
                 run_row(config, row, workdir, stop)
         if stop.signal:
             return stop.exit_code
@@ -149,21 +148,3 @@ def result_of(directory: pathlib.Path) -> dict[str, Any] | None:
     """Return what a finished cell wrote, None for one that is not finished."""
     path = directory / "result.json"
     return json.loads(path.read_text()) if path.exists() else None
-
-
-class locked:
-    """An OS lock on a file, which dies with its process; the context is True where it was free."""
-
-    def __init__(self, path: pathlib.Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
-
-    def __enter__(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def __exit__(self, *_) -> None:
-        self._file.close()

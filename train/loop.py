@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from fp4jax import stats
 from train import config, data, diagnosis, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
-from train.cli import StopRequest
+from train.cli import StopRequest, lock_file
 from train.config import Settings
 from train.errors import InputError
 from train.metrics import Metrics, Progress
@@ -115,7 +115,10 @@ def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Check
 
 
 class Run:
-    """One training run over a prepared workdir.
+    """One training run over a prepared workdir, which it locks: a second run there is refused.
+
+    A newest checkpoint that cannot be read is moved to damaged/, and the run goes back to the one before; where none can be
+    read, that is an InputError and nothing is moved.
 
     programs: a dict that runs which differ in their seed only may share, so that they compile once. initial: changes the
     initial state of a run that begins.
@@ -140,8 +143,15 @@ class Run:
         self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
         self.val_loss: float | None = None
         self._programs = {} if programs is None else programs
-        self.state, self.done = self._restore_or_init(initial)
-        write_json(workdir / "config.json", _config_json(settings, dataset))
+        self._lock = lock_file(workdir / "lock")
+        if self._lock is None:
+            raise InputError(f"{workdir} is in use by another run")
+        try:
+            self.state, self.done = self._restore_or_init(initial)
+            write_json(workdir / "config.json", _config_json(settings, dataset))
+        except BaseException:
+            self._lock.close()
+            raise
 
     def _phase_programs(self, at: int) -> tuple[Any, Any]:
         """Return (train step, evaluation step) of the schedule's phase at optimizer step `at`, made once per recipe."""
@@ -173,15 +183,24 @@ class Run:
         return finish
 
     def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
-        latest = self.checkpoints.latest()
-        if latest is None:
-            state = step.init_state(self.settings, self.mesh)
-            return state if initial is None else initial(state), 0
-        state, run = self.checkpoints.restore(latest, step.abstract_state(self.settings, self.mesh))
-        self.iterator.set_state(run["iterator"])
-        self.val_loss = run["val_loss"]
-        log.info("restored step %d from %s", latest, self.workdir)
-        return state, latest
+        damaged: dict[int, InputError] = {}
+        for at in reversed(self.checkpoints.steps()):
+            try:
+                state, run = self.checkpoints.restore(at, step.abstract_state(self.settings, self.mesh))
+            except InputError as error:
+                damaged[at] = error
+                continue
+            for worse, error in damaged.items():
+                self.checkpoints.set_aside(worse)
+                log.warning("%s: moved to %s, going back to step %d", error, self.workdir / "damaged", at)
+            self.iterator.set_state(run["iterator"])
+            self.val_loss = run["val_loss"]
+            log.info("restored step %d from %s", at, self.workdir)
+            return state, at
+        if damaged:
+            raise next(iter(damaged.values()))
+        state = step.init_state(self.settings, self.mesh)
+        return state if initial is None else initial(state), 0
 
     def train(self, stop: StopRequest, *, profile: bool = False) -> Result:
         """Train until train.steps, the target loss, a signal, or a guard (raises GuardError)."""
@@ -294,3 +313,5 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        if self._lock is not None:
+            self._lock.close()
