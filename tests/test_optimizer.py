@@ -26,6 +26,25 @@ def test_schedule_values(step, expected):
     assert float(jax.jit(schedule)(jnp.int32(step))) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.01), (9, 0.1), (10, 0.1), (60, 0.1), (90, 0.1), (100, 0.055), (110, 0.01), (1000, 0.01)],
+)
+def test_wsd_stays_at_the_peak_and_falls_at_the_end(step, expected):
+    schedule = optimizer.learning_rate(dataclasses.replace(CONFIG, schedule="wsd", cooldown_steps=20))
+    assert float(schedule(step)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_wsd_needs_a_cooldown_that_fits_and_cosine_has_none(tmp_path):
+    for changes in ({"schedule": "wsd"}, {"cooldown_steps": 5}, {"schedule": "linear"}):
+        with pytest.raises(InputError, match=f"optimizer.schedule='{changes.get('schedule', 'cosine')}'"):
+            dataclasses.replace(CONFIG, **changes)
+    corpus, wsd = write_corpus(tmp_path), {"optimizer__schedule": "wsd", "train__steps": 12, "optimizer__warmup_steps": 2}
+    assert settings(corpus, **wsd, optimizer__cooldown_steps=10).optimizer.cooldown_steps == 10
+    with pytest.raises(InputError, match=r"warmup_steps=2 and cooldown_steps=11 do not end before the decay's end \(12\)"):
+        settings(corpus, **wsd, optimizer__cooldown_steps=11)
+
+
 def test_schedule_without_warmup_starts_at_the_peak():
     schedule = optimizer.learning_rate(dataclasses.replace(CONFIG, warmup_steps=0))
     assert float(schedule(0)) == pytest.approx(0.1)

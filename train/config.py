@@ -274,9 +274,11 @@ def resolve(config: Any) -> Settings:
 
 def _check_together(s: Settings) -> None:
     """Raise InputError when sections do not fit each other."""
-    if s.optimizer.warmup_steps >= s.optimizer.decay_steps:
+    o = s.optimizer
+    if o.warmup_steps + o.cooldown_steps >= o.decay_steps + (o.schedule == "wsd"):
+        cooldown = f" and cooldown_steps={o.cooldown_steps}" if o.cooldown_steps else ""
         raise InputError(
-            f"optimizer.warmup_steps={s.optimizer.warmup_steps} is not below the decay's end ({s.optimizer.decay_steps}): "
+            f"optimizer.warmup_steps={o.warmup_steps}{cooldown} do not end before the decay's end ({o.decay_steps}): "
             "a shorter run needs a shorter --config.optimizer.warmup_steps too"
         )
     if s.data.vocab_size > s.model.vocab_size:

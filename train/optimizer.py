@@ -1,4 +1,4 @@
-"""AdamW with linear warm-up and cosine decay, global-norm clipping, and weight decay on matrices only."""
+"""AdamW with linear warm-up and a cosine or late linear decay, global-norm clipping, and weight decay on matrices only."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ import optax
 
 from train.errors import InputError, check_types
 
+SCHEDULES = ("cosine", "wsd")
 _MAX_FLOAT32 = float(jax.numpy.finfo(jax.numpy.float32).max)
 
 
@@ -18,7 +19,10 @@ class OptimizerConfig:
     Attributes:
       peak_lr, end_lr: learning rate after the warm-up and at the end of the decay.
       warmup_steps: linear warm-up from 0; step n (from 0) runs at peak_lr · (n + 1) / warmup_steps.
-      decay_steps: the step at which the cosine reaches end_lr; 0 means train.steps.
+      schedule: after the warm-up, "cosine" falls from there to decay_steps; "wsd" (warm-up, stable, decay; 2404.06395) stays at
+        peak_lr and falls linearly in the last cooldown_steps, so that one run can end at several lengths.
+      decay_steps: the step at which the rate reaches end_lr; 0 means train.steps.
+      cooldown_steps: for "wsd", and only for it.
       b1, b2, eps, weight_decay: AdamW (Loshchilov & Hutter 2019); decay applies to kernels and embeddings, not to norms.
       clip_norm: the gradient's global norm is clipped to this; 0 means no clipping.
     """
@@ -26,7 +30,9 @@ class OptimizerConfig:
     peak_lr: float = 1e-3
     end_lr: float = 1e-4
     warmup_steps: int = 50
+    schedule: str = "cosine"
     decay_steps: int = 0
+    cooldown_steps: int = 0
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -35,7 +41,12 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_types("optimizer", self)
-        for name, value in dataclasses.asdict(self).items():
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"optimizer.schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if (self.schedule == "wsd") != (self.cooldown_steps != 0):
+            raise InputError(f"optimizer.schedule={self.schedule!r} does not go with cooldown_steps={self.cooldown_steps}")
+        numbers = {name: value for name, value in dataclasses.asdict(self).items() if name != "schedule"}
+        for name, value in numbers.items():
             if not 0 <= value <= _MAX_FLOAT32:
                 raise InputError(f"optimizer.{name}={value} must be finite in float32 and not negative")
         if self.peak_lr == 0 or self.eps == 0:
@@ -47,14 +58,17 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig) -> optax.Schedule:
-    """Return step → learning rate; decay_steps must be resolved (above warmup_steps)."""
+    """Return step → learning rate; decay_steps must be resolved (above warmup_steps + cooldown_steps)."""
+    after, length = config.warmup_steps, config.decay_steps - config.warmup_steps
+    if config.schedule == "wsd":
+        hold = length - config.cooldown_steps
+        decay = optax.linear_schedule(config.peak_lr, config.end_lr, config.cooldown_steps, transition_begin=hold)
+    else:
+        decay = optax.cosine_decay_schedule(config.peak_lr, length, config.end_lr / config.peak_lr)
 
     def schedule(step):
         warm = config.peak_lr * (step + 1) / max(config.warmup_steps, 1)
-        cosine = optax.cosine_decay_schedule(
-            config.peak_lr, config.decay_steps - config.warmup_steps, config.end_lr / config.peak_lr
-        )(step - config.warmup_steps)
-        return jax.numpy.where(step < config.warmup_steps, warm, cosine)
+        return jax.numpy.where(step < after, warm, decay(step - after))
 
     return schedule
 
