@@ -13,7 +13,7 @@ import pytest
 from helpers import NoStop, leaves, rows, settings, snapshot, train, write_corpus
 from orbax.checkpoint._src import asyncio_utils
 
-from train import checkpoint, loop, sharding, step
+from train import checkpoint, loop, optimizer, sharding, step
 from train.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -206,6 +206,42 @@ def test_a_poisoned_step_stops_the_run_and_is_not_saved(saved, tmp_path, monkeyp
     checkpoints.close()
     state, _ = restore(s, tmp_path / "run")
     assert step.is_finite(state)
+
+
+class Infinite:
+    """Wraps a train step; at some steps it starts from weights so large that loss and gradient overflow."""
+
+    def __init__(self, real, at):
+        self.real, self.at = real, at
+
+    def __call__(self, state, batch):
+        if int(state.step) + 1 not in self.at:
+            return self.real(state, batch)
+        before = jax.tree.map(np.asarray, state)
+        large = jax.tree.map(lambda x: x * 1e30, state.params)
+        places = jax.tree.map(lambda x: x.sharding, state.params)
+        bad, figures = self.real(state._replace(params=large), batch)
+        for name in ("opt_state", "history"):  # what the real step keeps of a bad one
+            jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(bad, name))
+        return bad._replace(params=jax.device_put(before.params, places)), figures
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted_up_to_a_number(saved, tmp_path, monkeypatch, caplog):
+    s, _ = saved
+    s = dataclasses.replace(s, train=dataclasses.replace(s.train, steps=7, eval_every=0, checkpoint_every=1, skip_nonfinite=2))
+    real = step.make_train_step
+    monkeypatch.setattr(step, "make_train_step", lambda *a: Infinite(real(*a), {2, 3, 5}))
+    assert train(s, tmp_path / "run").step == 7
+    found = rows(tmp_path / "run")
+    assert [(r["step"], r["skipped"]) for r in found if "skipped" in r] == [(2, 1), (3, 2), (5, 1)]
+    training = [r for r in found if "train_loss" in r]
+    assert [r["step"] for r in training] == [1, 4, 6, 7]
+    rates = optimizer.learning_rate(s.optimizer)
+    assert [r["lr"] for r in training] == [float(np.float32(rates(n))) for n in range(4)]  # the schedule waits too
+    assert sum("skipped" in r.getMessage() for r in caplog.records) == 3
+    monkeypatch.setattr(step, "make_train_step", lambda *a: Infinite(real(*a), {2, 4, 5, 6}))
+    with pytest.raises(loop.GuardError, match=r"step 6: .* after 2 skipped steps; the newest checkpoint is that of step 5"):
+        train(s, tmp_path / "stops")
 
 
 def test_a_poisoned_validation_loss_stops_the_run(saved, tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.keep_checkpoints",
     "train.log_every",
     "train.target_loss",
+    "train.skip_nonfinite",
     "train.eval_batch_size",
     "mesh.data",
     "mesh.fsdp",
@@ -52,7 +53,9 @@ class TrainConfig:
       eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all.
       eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
       target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
-      seed: initial weights, data order and random bits. log_every: steps between log lines without a terminal.
+      skip_nonfinite: so many steps in a row whose loss or gradient is not finite are left out, counted in the step but with
+        the state unchanged, before the run stops. seed: initial weights, data order and random bits. log_every: steps between
+        log lines without a terminal.
     """
 
     steps: int = 1000
@@ -63,6 +66,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     keep_checkpoints: int = 3
     target_loss: float = 0.0
+    skip_nonfinite: int = 0
     seed: int = 0
     log_every: int = 50
 

@@ -142,6 +142,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
         self.val_loss: float | None = None
+        self._skipped = 0  # steps in a row
         self._programs = {} if programs is None else programs
         self._lock = lock_file(workdir / "lock")
         if self._lock is None:
@@ -266,8 +267,15 @@ class Run:
         row = {"step": done, "tokens": done * self.tokens_per_step, "train_loss": loss, "grad_norm": grad_norm}
         row.update(lr=lr, tokens_per_s=round(self.tokens_per_step / max(now - clock, 1e-9), 1))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            kept = self.checkpoints.latest()
-            raise GuardError(f"step {done}: {loss=} {grad_norm=}; the newest checkpoint is that of step {kept}")
+            self._skipped += 1
+            if self._skipped > (allowed := self.settings.train.skip_nonfinite):
+                skipped = f", after {allowed} skipped steps" if allowed else ""
+                kept = self.checkpoints.latest()
+                raise GuardError(f"step {done}: {loss=} {grad_norm=}{skipped}; the newest checkpoint is that of step {kept}")
+            log.warning("step %d skipped: loss %s, gradient norm %s", done, loss, grad_norm)
+            metrics.write({"step": done, "tokens": row["tokens"], "skipped": self._skipped})
+            return now
+        self._skipped = 0
         metrics.write(row)
         progress.update(row)
         return now

@@ -154,7 +154,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
 
     The gradient is that of `make_gradient`, keyed by (seed, step); delayed scaling rolls its history once per step. metrics:
-    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars.
+    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars. With train.skip_nonfinite a step of
+    which either of the first two is not finite changes nothing but the number of steps.
     """
     tx = optimizer.make_optimizer(settings.optimizer)
     schedule = optimizer.learning_rate(settings.optimizer)
@@ -165,9 +166,14 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         loss, (grads, maxima, _) = gradient(state.params, state.history, {}, tokens_BT1, key)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
+        updates_done = state.opt_state[-1].count  # by now: those of skipped steps were none
+        metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(updates_done)}
         history = jax.tree.map(roll_history, state.history, maxima)
-        return TrainState(params, opt_state, state.step + 1, history, state.seed), metrics
+        new = TrainState(params, opt_state, state.step + 1, history, state.seed)
+        if settings.train.skip_nonfinite:
+            finite = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state._replace(step=state.step + 1))
+        return new, metrics
 
     shardings = state_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
