@@ -261,7 +261,7 @@ def test_the_plain_recipe_lowers_to_the_program_of_plain_dense(tiny, monkeypatch
 
     with_hook = program()
     plain = llama.Llama
-    monkeypatch.setattr(llama, "Llama", lambda config, linear_dot=None, constrain=None: plain(config, None, constrain))
+    monkeypatch.setattr(llama, "Llama", lambda config, linear_dot=None, **hooks: plain(config, None, **hooks))
     assert program() == with_hook
     assert "dot_general" in with_hook
 
