@@ -266,6 +266,11 @@ def test_the_first_gradient_agrees_with_random_bits_global_scales_and_history(co
         assert np.linalg.norm(grads[path] - dw) < (1e-5 if recipe == "none" else 1e-3) * np.linalg.norm(dw), path
 
 
+def test_the_first_step_agrees_with_kept_blocks(corpus):
+    one, on_mesh = (losses(tiny(corpus, "nvidia_nvfp4", mesh), steps=1) for mesh in (ONE, MESH))
+    assert relative(on_mesh, one) < 1e-5
+
+
 def test_the_history_of_delayed_scaling_is_global(corpus):
     histories = []
     for mesh_config in (ONE, MESH):

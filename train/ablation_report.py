@@ -66,14 +66,10 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     baseline = section.baseline
     slopes = _slopes(done, curves, baseline)
     s = float(np.mean(list(slopes.values()))) if slopes else math.nan
-    rows, rates = (
-        {},
-        {
-            label: _rate([row for cell in of(label).values() for row in logged[cell]])
-            for label in dict.fromkeys(c.label for c in cells)
-        },
-    )
-    for label in dict.fromkeys(cell.label for cell in cells):
+    labels = dict.fromkeys(cell.label for cell in cells)
+    rates = {label: _rate([row for cell in of(label).values() for row in logged[cell]]) for label in labels}
+    rows = {}
+    for label in labels:
         difference = statistics.paired(losses(label), losses(baseline))
         crossings = {
             seed: statistics.crossing_overhead(curves[cell], curves[of(baseline)[seed]], CROSSING_SHARE, target)

@@ -100,7 +100,7 @@ def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
     stop = StopRequest()
     for label in dict.fromkeys(cell.label for cell in grid):
         row = [cell for cell in grid if cell.label == label and result_of(workdir / cell.path) is None]
-        lock = lock_file(workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock"))
+        lock = lock_file(workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock")) if row else None
         if lock is not None:
             with lock:
                 run_row(config, row, workdir, stop)

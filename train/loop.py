@@ -105,8 +105,8 @@ def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Check
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
     devices = len(jax.devices())  # any number will do
-    divides = settings.model.d_model % devices == 0
-    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig(**({} if divides else {"data": devices, "fsdp": 1})))
+    fsdp = settings.model.d_model % devices == 0
+    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig() if fsdp else sharding.MeshConfig(data=devices, fsdp=1))
     mesh = sharding.make_mesh(settings.mesh)
     checkpoints = Checkpoints(workdir)
     if checkpoints.latest() is None:
@@ -135,6 +135,9 @@ class Run:
         initial: Callable[[step.TrainState], step.TrainState] | None = None,
     ):
         self.settings, self.workdir, self.dataset, self.mesh = settings, workdir, dataset, mesh
+        self._lock = lock_file(workdir / "lock")  # before anything looks at the checkpoints of a run that may be alive
+        if self._lock is None:
+            raise InputError(f"{workdir} is in use by another run")
         train = settings.train
         self.tokens_per_step = train.batch_size * settings.data.seq_len
         self.iterator = data.train_iterator(
@@ -144,9 +147,6 @@ class Run:
         self.val_loss: float | None = None
         self._skipped = 0  # steps in a row
         self._programs = {} if programs is None else programs
-        self._lock = lock_file(workdir / "lock")
-        if self._lock is None:
-            raise InputError(f"{workdir} is in use by another run")
         try:
             self.state, self.done = self._restore_or_init(initial)
             write_json(workdir / "config.json", _config_json(settings, dataset))
@@ -185,9 +185,10 @@ class Run:
 
     def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
         damaged: dict[int, InputError] = {}
+        abstract = step.abstract_state(self.settings, self.mesh)
         for at in reversed(self.checkpoints.steps()):
             try:
-                state, run = self.checkpoints.restore(at, step.abstract_state(self.settings, self.mesh))
+                state, run = self.checkpoints.restore(at, abstract)
             except InputError as error:
                 damaged[at] = error
                 continue

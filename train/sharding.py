@@ -126,9 +126,9 @@ def model_hooks(mesh: Mesh, model: LlamaConfig) -> dict[str, Any]:
     def constrain(name: str, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(mesh, *ACTIVATION_AXES[name])))
 
-    def local(q_BTNH, k_BSKH, v_BSKH):
+    def local(q_BTNH, k_BUKH, v_BUKH):
         first = jax.lax.axis_index("context") * q_BTNH.shape[1]
-        return llama.attention(model, q_BTNH, k_BSKH, v_BSKH, first)
+        return llama.attention(model, q_BTNH, k_BUKH, v_BUKH, first)
 
     q, kv = spec(mesh, *_Q_AXES), spec(mesh, *_KV_AXES)
     attend = jax.shard_map(local, mesh=mesh, in_specs=(q, kv, kv), out_specs=q, check_vma=False)
