@@ -90,7 +90,8 @@ def environment(*, devices=1):
     cache = os.environ.get("FP4JAX_TEST_CACHE", "")
     cached = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if cache else {}
     force = f"--xla_force_host_platform_device_count={devices}"
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": force, **cached}
+    here = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}  # jax sets it when imported
+    return {**here, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": force, **cached}
 
 
 def run(module, *arguments, devices=1, timeout=300):

@@ -121,5 +121,4 @@ def _claim(workdir: pathlib.Path, config: Any) -> None:
 
 
 if __name__ == "__main__":
-    cli.quiet_libraries()
     cli.run(main)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from train import processes
 from train.errors import InputError
 from train.step import TrainState, checksum
 
@@ -51,13 +52,15 @@ class Checkpoints:
         """Return (state, run) of a step, placed as `abstract` says; raises InputError when it cannot be read."""
         if step not in self._manager.all_steps():
             raise InputError(f"no checkpoint of step {step} in {self.path}: there are {self.steps()}")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
-        try:
-            with reads_drained():
-                restored = self._manager.restore(step, args=args)
-        except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
-            raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
-        state, run = TrainState(*restored["state"]), restored["run"]
+        item: Any = self.path.absolute() / str(step)
+        arrays, record = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
+        with processes.together():  # by the handlers: the manager waits for all processes, and one may not be able to read
+            try:
+                with reads_drained():
+                    state = TrainState(*arrays.restore(item / "state", args=ocp.args.StandardRestore(abstract)))
+                run = record.restore(item / "run", args=ocp.args.JsonRestore())
+            except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
+                raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
         if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         if run["state_checksum"] != int(checksum(state)):
@@ -66,11 +69,13 @@ class Checkpoints:
 
     def set_aside(self, step: int) -> None:
         """Move a checkpoint to damaged/ in the workdir, where nothing looks for it."""
-        target = self.path.parent / "damaged" / str(step)
-        while target.exists():
-            target = target.with_name(target.name + "_")
-        target.parent.mkdir(exist_ok=True)
-        (self.path / str(step)).rename(target)
+        with processes.together():
+            if processes.is_primary():
+                target = self.path.parent / "damaged" / str(step)
+                while target.exists():
+                    target = target.with_name(target.name + "_")
+                target.parent.mkdir(exist_ok=True)
+                (self.path / str(step)).rename(target)
         self._manager.reload()
 
     def wait(self) -> None:

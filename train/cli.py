@@ -1,6 +1,7 @@
 """What every entry point shares: flags, one-line errors, exit codes, logging to stderr.
 
-Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 143/130 after SIGTERM/SIGINT with a checkpoint written.
+Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 4 another process of the run was lost, 143/130 after
+SIGTERM/SIGINT with a checkpoint written.
 """
 
 import fcntl
@@ -12,14 +13,15 @@ import pathlib
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from absl import flags
 
-from train.errors import InputError
+from train.errors import InputError, ToldElsewhere
 
-DONE, BAD_INPUT, GUARD = 0, 2, 3
+DONE, BAD_INPUT, GUARD, LOST = 0, 2, 3, 4
 
 
 class StopRequest:
@@ -53,10 +55,35 @@ def run(main: Callable[[], int]) -> None:
         parse_flags(flags.FLAGS, sys.argv)
         code = main()
     except InputError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        if not isinstance(error, ToldElsewhere):
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
+    except Exception as error:
+        if not _is_one_of_many():
+            raise
+        _leave(error)
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _is_one_of_many() -> bool:
+    jax = sys.modules.get("jax")  # imported only after the flags were read
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _leave(error: Exception) -> NoReturn:
+    """End one of many processes at once: an ordinary exit would wait for processes that are lost, and they for this one."""
+    import jax
+
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        lines = str(error).splitlines()
+        print(f"error: {who} ends: another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
+    else:
+        print(f"{who} ends: {''.join(traceback.format_exception(error))}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(LOST if isinstance(error, jax.errors.JaxRuntimeError) else 1)
 
 
 def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
@@ -102,8 +129,3 @@ def perplexity(val_loss: float | None) -> float | None:
 def print_result(result: dict[str, Any]) -> None:
     """Print the one JSON object that ends stdout."""
     print(json.dumps(result), flush=True)
-
-
-def quiet_libraries() -> None:
-    """Keep XLA's and TensorStore's C++ log lines off stderr."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

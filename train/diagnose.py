@@ -162,5 +162,4 @@ class _Diagnoser:
 
 
 if __name__ == "__main__":
-    cli.quiet_libraries()
     cli.run(main)

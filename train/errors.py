@@ -11,6 +11,10 @@ class InputError(Exception):
     """
 
 
+class ToldElsewhere(InputError):
+    """Bad input of a run of many processes, which another of them prints."""
+
+
 def check_types(section: str, settings: Any) -> None:
     """Raise InputError unless every field of a settings dataclass has its default's type (an int will do for a float)."""
     for field in dataclasses.fields(settings):

@@ -58,5 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.quiet_libraries()
     cli.run(main)

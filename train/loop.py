@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fp4jax import stats
-from train import config, data, diagnosis, sharding, step
+from train import config, data, diagnosis, processes, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
@@ -36,11 +36,11 @@ class GuardError(Exception):
 
 
 class Result(NamedTuple):
-    """Where a run ended. val_loss: of the newest evaluation, None before the first; stopped: by a signal."""
+    """Where a run ended. val_loss: of the newest evaluation, None before the first; stopped: the signal that did it, or 0."""
 
     step: int
     val_loss: float | None
-    stopped: bool
+    stopped: int
 
 
 def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Mesh, list[dict[str, Any]]]:
@@ -49,6 +49,21 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     Returns (dataset, mesh, census rows). Raises InputError, with nothing written, when the config, the data, the mesh or
     an existing workdir does not fit.
     """
+    with processes.together():
+        stored, dataset, mesh, (census, *later) = _check(settings, workdir)
+    processes.check_same("config or data", json.dumps(_config_json(settings, dataset)))
+    with processes.together():
+        if processes.is_primary():
+            if stored is None:  # an old one is rewritten once its checkpoint was read
+                write_json(workdir / "config.json", _config_json(settings, dataset))
+            write_json(workdir / "census.json", census)
+            for phase, rows in zip(settings.schedule, later, strict=True):
+                write_json(workdir / f"census_from_step_{phase.start}.json", rows)
+    return dataset, mesh, census
+
+
+def _check(settings: Settings, workdir: pathlib.Path):
+    """Return (stored config or None, dataset, mesh, census of every phase); raises InputError where something does not fit."""
     stored, new = read_config(workdir), settings.to_dict()
     strays = [name for name in ("census.json", "metrics.jsonl", "checkpoints") if (workdir / name).exists()]
     if stored is None and strays:
@@ -66,15 +81,9 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
         raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
     try:
-        census, *later = [step.census_rows(phase) for phase in settings.phases()]
+        return stored, dataset, mesh, [step.census_rows(phase) for phase in settings.phases()]
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
-    if stored is None:  # an old one is rewritten once its checkpoint was read
-        write_json(workdir / "config.json", _config_json(settings, dataset))
-    write_json(workdir / "census.json", census)
-    for phase, rows in zip(settings.schedule, later, strict=True):
-        write_json(workdir / f"census_from_step_{phase.start}.json", rows)
-    return dataset, mesh, census
 
 
 def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:
@@ -135,13 +144,20 @@ class Run:
         initial: Callable[[step.TrainState], step.TrainState] | None = None,
     ):
         self.settings, self.workdir, self.dataset, self.mesh = settings, workdir, dataset, mesh
-        self._lock = lock_file(workdir / "lock")  # before anything looks at the checkpoints of a run that may be alive
-        if self._lock is None:
-            raise InputError(f"{workdir} is in use by another run")
+        with processes.together():  # before anything looks at the checkpoints of a run that may be alive
+            self._lock = lock_file(workdir / "lock") if processes.is_primary() else None
+            if self._lock is None and processes.is_primary():
+                raise InputError(f"{workdir} is in use by another run")
         train = settings.train
         self.tokens_per_step = train.batch_size * settings.data.seq_len
+        part, parts = sharding.process_rows(mesh, train.batch_size)
         self.iterator = data.train_iterator(
-            dataset, seq_len=settings.data.seq_len, batch_size=train.batch_size, seed=train.seed
+            dataset,
+            seq_len=settings.data.seq_len,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            process_index=part,
+            process_count=parts,
         )
         self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
         self.val_loss: float | None = None
@@ -149,9 +165,11 @@ class Run:
         self._programs = {} if programs is None else programs
         try:
             self.state, self.done = self._restore_or_init(initial)
-            write_json(workdir / "config.json", _config_json(settings, dataset))
+            with processes.together():
+                if processes.is_primary():
+                    write_json(workdir / "config.json", _config_json(settings, dataset))
         except BaseException:
-            self._lock.close()
+            self._unlock()
             raise
 
     def _phase_programs(self, at: int) -> tuple[Any, Any]:
@@ -207,15 +225,19 @@ class Run:
     def train(self, stop: StopRequest, *, profile: bool = False) -> Result:
         """Train until train.steps, the target loss, a signal, or a guard (raises GuardError)."""
         train, first = self.settings.train, self.done
-        metrics = Metrics(self.workdir, restored_step=first)
-        with Progress(steps=train.steps, done=first, log_every=train.log_every) as progress:
+        metrics = Metrics(self.workdir if processes.is_primary() else None, restored_step=first)
+        agreement, stopped = processes.Agreement(self.mesh), 0
+        bar = processes.is_primary()
+        with Progress(steps=train.steps, done=first, log_every=train.log_every, bar=bar) as progress:
             try:
                 pending, clock = None, time.perf_counter()
                 if first < train.steps:
                     log.info("compiling the training step")
-                while self.done < train.steps and not self._reached_target() and not stop.signal:
+                while self.done < train.steps and not self._reached_target():
+                    if stopped := agreement.largest(stop.signal or 0):
+                        break
                     self._profile(profile, self.done - first)
-                    tokens = jax.device_put(next(self.iterator)["tokens"], sharding.batch_sharding(self.mesh))
+                    tokens = sharding.put_rows(self.mesh, next(self.iterator)["tokens"], train.batch_size)
                     finish_diagnosis = None
                     if self.settings.diagnose.every and (self.done + 1) % self.settings.diagnose.every == 0:
                         if pending:
@@ -228,20 +250,21 @@ class Run:
                     pending = (self.done, figures)
                     evaluates = self._is_due(train.eval_every)
                     saves = self._is_due(train.checkpoint_every)
-                    if evaluates or saves or finish_diagnosis or stop.signal:
+                    if evaluates or saves or finish_diagnosis:
                         clock, pending = self._report(*pending, clock, metrics, progress), None
                         if finish_diagnosis:
                             finish_diagnosis(metrics)
                         if evaluates:
                             self.evaluate(metrics)
-                        if saves or stop.signal or self._reached_target():
+                        if saves or self._reached_target():
                             self.save()
                         clock = time.perf_counter()
-                if stop.signal and self.done > first:  # it may have come after the last look at it
+                stopped = stopped or agreement.largest(stop.signal or 0)  # it may have come after the last look at it
+                if stopped and self.done > first:
                     if pending:
                         self._report(*pending, clock, metrics, progress)
                     self.save()
-                if first == self.done and not stop.signal:
+                if first == self.done and not stopped:
                     log.info("nothing left to train: step %d of %d", self.done, train.steps)
                     if self.val_loss is None:
                         self.evaluate(None)
@@ -249,10 +272,10 @@ class Run:
             finally:
                 self._profile(False, 0)
                 metrics.close()
-        if stop.signal:
-            name = signal.Signals(stop.signal).name
+        if stopped:
+            name = signal.Signals(stopped).name
             log.info("%s: checkpoint of step %d in %s; the same command continues", name, self.done, self.workdir)
-        return Result(self.done, self.val_loss, stopped=stop.signal is not None)
+        return Result(self.done, self.val_loss, stopped)
 
     def _is_due(self, every: int) -> bool:
         return self.done == self.settings.train.steps or (every > 0 and self.done % every == 0)
@@ -312,7 +335,7 @@ class Run:
 
     def _profile(self, wanted: bool, steps_run: int) -> None:
         """Start and stop the trace around PROFILED_STEPS; called with wanted=False, stop one that is open."""
-        if wanted and steps_run == PROFILED_STEPS[0]:
+        if wanted and steps_run == PROFILED_STEPS[0] and processes.is_primary():
             jax.profiler.start_trace(str(self.workdir / "profile"))
             self._tracing = True
         elif getattr(self, "_tracing", False) and (not wanted or steps_run == PROFILED_STEPS[1]):
@@ -322,5 +345,8 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()

@@ -11,45 +11,59 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from train import cli, report
+from train import cli
 from train.errors import InputError
 
 log = logging.getLogger(__name__)
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with an optional :argument.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; default runs/<config name>[_<argument>].")
 PROFILE = flags.DEFINE_bool("profile", False, "Trace three warm steps to WORKDIR/profile (TensorBoard, Perfetto).")
+CLUSTER = flags.DEFINE_string("cluster", None, "Many processes, found through slurm, ompi, mpi4py or k8s; see launch/.")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "Many processes by hand: HOST:PORT of process 0.")
+PROCESSES = flags.DEFINE_integer("processes", None, "With --coordinator: how many processes the run has.")
+PROCESS = flags.DEFINE_integer("process", None, "With --coordinator: the number of this one, from 0.")
+HEARTBEAT = flags.DEFINE_integer("heartbeat", 30, "Seconds of silence after which a process counts as lost.")
 
 
 def main() -> int:
     if CONFIG.value is None:
         raise InputError("--config=FILE[:ARGUMENT] is missing, for instance --config=configs/tiny_cpu.py")
-    from train import config, loop  # after the flags were read: importing jax and orbax takes seconds
+    from train import config, loop, processes, report  # after the flags were read: importing jax and orbax takes seconds
 
+    processes.start(
+        cluster=CLUSTER.value,
+        coordinator=COORDINATOR.value,
+        processes=PROCESSES.value,
+        process=PROCESS.value,
+        heartbeat_s=HEARTBEAT.value,
+    )
     settings = config.resolve(CONFIG.value)
     workdir = pathlib.Path(WORKDIR.value or cli.default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
     stop = cli.StopRequest()
     dataset, mesh, census = loop.prepare(settings, workdir)
     run = loop.Run(settings, workdir, dataset, mesh)  # restores first: a damaged checkpoint is one line on stderr
-    report.print_start(settings, workdir, dataset, mesh, census)
+    if processes.is_primary():
+        report.print_start(settings, workdir, dataset, mesh, census)
     try:
         result = run.train(stop, profile=PROFILE.value)
     except loop.GuardError as error:
-        print(f"stopped by a guard: {error}", file=sys.stderr)
+        if processes.is_primary():
+            print(f"stopped by a guard: {error}", file=sys.stderr)
         return cli.GUARD
     finally:
         run.close()
-    cli.print_result(
-        {
-            "step": result.step,
-            "val_loss": result.val_loss,
-            "perplexity": cli.perplexity(result.val_loss),
-            "tokens": result.step * run.tokens_per_step,
-            "recipe": settings.phase(max(result.step - 1, 0)).recipe_name,
-        }
-    )
-    return stop.exit_code if result.stopped else cli.DONE
+    if processes.is_primary():
+        cli.print_result(
+            {
+                "step": result.step,
+                "val_loss": result.val_loss,
+                "perplexity": cli.perplexity(result.val_loss),
+                "tokens": result.step * run.tokens_per_step,
+                "recipe": settings.phase(max(result.step - 1, 0)).recipe_name,
+            }
+        )
+    return 128 + result.stopped if result.stopped else cli.DONE
 
 
 if __name__ == "__main__":
-    cli.quiet_libraries()
     cli.run(main)

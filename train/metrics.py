@@ -36,9 +36,12 @@ class Rows:
 
 
 class Metrics:
-    """Writes metrics.jsonl, diagnosis.jsonl and TensorBoard's events, each step once."""
+    """Writes metrics.jsonl, diagnosis.jsonl and TensorBoard's events, each step once; without a workdir, nothing."""
 
-    def __init__(self, workdir: pathlib.Path, *, restored_step: int):
+    def __init__(self, workdir: pathlib.Path | None, *, restored_step: int):
+        self._writes = workdir is not None
+        if workdir is None:
+            return
         self._rows, self._diagnosis = (
             Rows(workdir / name, restored_step=restored_step) for name in ("metrics.jsonl", "diagnosis.jsonl")
         )
@@ -48,6 +51,8 @@ class Metrics:
         )
 
     def write(self, row: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         self._rows.write(row)
         for name, value in row.items():
             if name not in ("step", "tokens"):
@@ -55,12 +60,16 @@ class Metrics:
 
     def write_diagnosis(self, rows: list[dict[str, Any]], averages: dict[str, float]) -> None:
         """Write one step's rows as they are, and their averages as TensorBoard scalars."""
+        if not self._writes:
+            return
         for row in rows:
             self._diagnosis.write(row)
         for name, value in averages.items():
             self._tensorboard.add_scalar(f"diagnosis/{name}", value, rows[0]["step"])
 
     def close(self) -> None:
+        if not self._writes:
+            return
         self._rows.close()
         self._diagnosis.close()
         self._tensorboard.close()
@@ -82,9 +91,12 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """A bar with loss, tokens/s and ETA on a terminal's stderr; one log line every `log_every` steps otherwise."""
+    """A bar with loss, tokens/s and ETA on a terminal's stderr; one log line every `log_every` steps otherwise.
 
-    def __init__(self, *, steps: int, done: int, log_every: int):
+    bar=False: log lines also on a terminal.
+    """
+
+    def __init__(self, *, steps: int, done: int, log_every: int, bar: bool = True):
         self._log_every, self._steps = log_every, steps
         self._started, self._first = time.monotonic(), done
         self._bar = rich.progress.Progress(
@@ -95,7 +107,7 @@ class Progress:
             rich.progress.TextColumn("ETA"),
             rich.progress.TimeRemainingColumn(),
             console=rich.console.Console(stderr=True),
-            disable=not sys.stderr.isatty(),
+            disable=not (bar and sys.stderr.isatty()),
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, text="compiling")
 

@@ -82,9 +82,13 @@ def make_mesh(config: MeshConfig) -> Mesh:
     others = config.data * config.context * config.tensor
     sizes = {**dataclasses.asdict(config), "fsdp": config.fsdp or max(len(devices) // others, 1)}
     shape = tuple(sizes[name] for name in AXES)
+    asked = " × ".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
     if math.prod(shape) > len(devices):
-        asked = " × ".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
         raise InputError(f"mesh {asked} needs more than the {len(devices)} devices here")
+    if jax.process_count() > 1 and math.prod(shape) < len(devices):
+        raise InputError(
+            f"mesh {asked or 'of one device'} leaves some of the {len(devices)} devices of {jax.process_count()} processes"
+        )
     grid = np.array(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -207,3 +211,24 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of tokens_BT1; their length T + 1 is not split over the context axis."""
     return NamedSharding(mesh, spec(mesh, "batch"))
+
+
+def process_rows(mesh: Mesh, batch_size: int) -> tuple[int, int]:
+    """Return (p, n): this process's devices hold the p-th of n equal blocks of a batch's rows, maybe as others do."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size, 1)).values()
+    blocks = {index[0].indices(batch_size)[:2] for index in indices if index}
+    first, last = min(start for start, _ in blocks), max(stop for _, stop in blocks)
+    rows = sum(stop - start for start, stop in blocks)
+    if last - first != rows or first % rows or batch_size % rows:
+        raise InputError(f"process {jax.process_index()} has rows {sorted(blocks)} of {batch_size}: choose another mesh")
+    return first // rows, batch_size // rows
+
+
+def put_rows(mesh: Mesh, rows_BT1: np.ndarray, batch_size: int) -> jax.Array:
+    """Return the global batch of which every process gives the rows that `process_rows` says."""
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), rows_BT1, (batch_size, *rows_BT1.shape[1:]))
+
+
+def put_batch(mesh: Mesh, batch_BT1: np.ndarray) -> jax.Array:
+    """Return the global batch that every process has as a whole."""
+    return jax.make_array_from_callback(batch_BT1.shape, batch_sharding(mesh), lambda index: batch_BT1[index])

@@ -248,7 +248,7 @@ def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[
     """Return the token-weighted mean loss in nats over all batches, summed in float64."""
     total, count, first_row = 0.0, 0.0, 0
     for batch in batches:
-        tokens = jax.device_put(batch["tokens"], sharding.batch_sharding(mesh))
+        tokens = sharding.put_batch(mesh, batch["tokens"])
         nll_BT = np.asarray(eval_step(state.params, tokens, np.uint32(first_row), state.step, state.seed), np.float64)
         total += float((nll_BT * batch["mask"]).sum())
         count += float(batch["mask"].sum())
