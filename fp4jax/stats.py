@@ -16,7 +16,7 @@ less than the unrounded one.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -255,6 +255,28 @@ def figures(sums: Mapping[str, Sums]) -> list[dict[str, Any]]:
                         row[name] = cast | ({} if plain is None else {"unrotated": plain})
                 rows.append(row)
     return rows
+
+
+def first_nonfinite(rows: Iterable[Mapping[str, Any]], paths: Sequence[str]) -> str | None:
+    """Return which GEMM of `figures` is the first that is not finite, and what of it; None where all are.
+
+    paths: in the order in which a block runs them; first come the blocks' fprops in order, then dgrads and wgrads backwards.
+    Squares are measured, so a value beyond 1e19 counts as not finite.
+    """
+
+    def place(row: Mapping[str, Any]) -> tuple[bool, float, int]:
+        _, layer, path = row["module"].split("/", 2) if row["module"] not in paths else ("", math.inf, row["module"])
+        backward = row["gemm"] != "fprop"
+        sign = -1 if backward else 1
+        return backward, sign * float(layer), sign * paths.index(path)
+
+    for row in sorted(rows, key=place):
+        broken = [name for name in OPERANDS[row["gemm"]] if name in row and not math.isfinite(row[name]["relative_error"])]
+        if broken:
+            return f"{row['gemm']} of {row['module']}: {' and '.join(broken)}"
+        if not math.isfinite(row["relative_error"]):
+            return f"{row['gemm']} of {row['module']}: the product of finite operands"
+    return None
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:

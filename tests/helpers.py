@@ -192,7 +192,6 @@ def share_programs(monkeypatch):
                 s.numerics,
                 s.train.seed,
                 s.train.accumulation,
-                s.train.skip_nonfinite,
                 mesh,
                 *options.items(),
             )

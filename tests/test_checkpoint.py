@@ -71,6 +71,11 @@ def test_keep_checkpoints(saved, tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == [2]
     checkpoints.close()
+    every_second = dataclasses.replace(s.train, steps=5, keep_checkpoints=1, keep_every=2)
+    train(dataclasses.replace(s, train=every_second), tmp_path / "every")
+    checkpoints = checkpoint.Checkpoints(tmp_path / "every")
+    assert checkpoints.steps() == [2, 4, 5]
+    checkpoints.close()
 
 
 # ---- Damage ----

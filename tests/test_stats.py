@@ -9,7 +9,7 @@ from helpers import unpair_rotations
 import fp4jax
 from fp4jax import bits, proof, recipes, stats
 from fp4jax.ops import quantize
-from fp4jax.recipe import GEMMS, OperandSpec
+from fp4jax.recipe import GEMMS, OPERANDS, OperandSpec
 
 DN = (((1,), (0,)), ((), ()))
 SPECS = {
@@ -228,3 +228,26 @@ def test_other_findings():
     correlated = dy.at[64:].set(-dy[:64]) + 0.02 * dy  # tokens cancel in dw, their errors do not
     rows = stats.figures({"lm_head": measured(noisy, x.at[64:].set(x[:64]), w, correlated)[2]})
     assert any("times its quantization error, below √3" in finding for finding in stats.findings(rows))
+
+
+def test_the_first_gemm_that_is_not_finite():
+    """In the order of execution, which is not that of the rows: forward through the blocks, then back."""
+
+    def row(module, gemm, *, product=0.1, **operands):
+        names = OPERANDS[gemm]
+        return {
+            "module": module,
+            "gemm": gemm,
+            "relative_error": product,
+            **{name: {"relative_error": operands.get(name, 0.1)} for name in names},
+        }
+
+    paths, nan = ("q", "up", "head"), float("nan")
+    good = [row(module, gemm) for module in ("layers/0/q", "layers/0/up", "layers/1/q", "head") for gemm in GEMMS]
+    assert stats.first_nonfinite(good, paths) is None
+    backward = [row("layers/0/up", "dgrad", dy=nan, product=nan), row("layers/10/q", "wgrad", product=nan)]
+    assert stats.first_nonfinite(good + backward, paths) == "wgrad of layers/10/q: the product of finite operands"
+    backward.append(row("head", "dgrad", dy=nan))
+    assert stats.first_nonfinite(good + backward, paths) == "dgrad of head: dy"
+    forward = [row("head", "fprop", x=nan), row("layers/9/up", "fprop", x=nan, w=nan), row("layers/10/q", "fprop", x=nan)]
+    assert stats.first_nonfinite(backward + good + forward, paths) == "fprop of layers/9/up: x and w"

@@ -24,11 +24,11 @@ VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 
 
 class Checkpoints:
-    """The checkpoints/ directory of a workdir."""
+    """The checkpoints/ directory of a workdir. keep: the newest so many stay, 0 all; keep_every: and those of these steps."""
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int = 0):
+    def __init__(self, workdir: pathlib.Path, *, keep: int = 0, keep_every: int = 0):
         self.path = workdir / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, keep_period=keep_every or None, create=True)
         self._manager = ocp.CheckpointManager(self.path.absolute(), options=options, item_names=("state", "run"))
 
     def latest(self) -> int | None:

@@ -29,6 +29,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.eval_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.keep_every",
     "train.log_every",
     "train.target_loss",
     "train.skip_nonfinite",
@@ -50,7 +51,8 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps in total. batch_size: sequences per step. accumulation: microbatches per step.
-      eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all.
+      eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all. keep_every:
+        besides them, those of every so many steps, 0 none.
       eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
       target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
       skip_nonfinite: so many steps in a row whose loss or gradient is not finite are left out, counted in the step but with
@@ -65,6 +67,7 @@ class TrainConfig:
     eval_batch_size: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 3
+    keep_every: int = 0
     target_loss: float = 0.0
     skip_nonfinite: int = 0
     seed: int = 0

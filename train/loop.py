@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fp4jax import stats
+from models import llama
 from train import config, data, diagnosis, processes, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
@@ -159,9 +160,10 @@ class Run:
             process_index=part,
             process_count=parts,
         )
-        self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints)
+        self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints, keep_every=train.keep_every)
         self.val_loss: float | None = None
         self._skipped = 0  # steps in a row
+        self._tokens: dict[int, jax.Array] = {}  # of the newest two steps, by number
         self._programs = {} if programs is None else programs
         try:
             self.state, self.done = self._restore_or_init(initial)
@@ -182,12 +184,7 @@ class Run:
 
     def _diagnose(self, tokens: jax.Array) -> Callable[[Metrics], None]:
         """Measure the step that is about to be done; return what writes the rows once it is done."""
-        phase = self.settings.phase(self.done)
-        key = ("diagnosis", phase.numerics)
-        if key not in self._programs:
-            log.info("compiling the diagnosis")
-            self._programs[key] = diagnosis.make_measure(phase, self.mesh), diagnosis.make_codes(phase)
-        measure, codes_of = self._programs[key]
+        measure, codes_of = self._diagnosis_programs(self.done)
         at = jnp.copy(self.state.step)  # the state will be donated
         sums = jax.block_until_ready(measure(self.state, tokens))
         before = codes_of(self.state.params, self.state.seed, at)
@@ -200,6 +197,27 @@ class Run:
                 log.warning("step %d: %s", self.done, finding)
 
         return finish
+
+    def _diagnosis_programs(self, at: int) -> tuple[Any, Any]:
+        """Return (measure, codes) of the schedule's phase at optimizer step `at`, made once."""
+        phase = self.settings.phase(at)
+        key = ("diagnosis", phase.numerics)
+        if key not in self._programs:
+            log.info("compiling the diagnosis")
+            self._programs[key] = diagnosis.make_measure(phase, self.mesh), diagnosis.make_codes(phase)
+        return self._programs[key]
+
+    def _origin(self, at: int) -> str:
+        """Return where step `at`, which was not finite and so changed nothing, left the finite numbers, by repeating it."""
+        if not self.settings.phase(at - 1).numerics.init_sums(llama.LINEAR_PATHS):
+            return ""
+        state = self.state._replace(step=self.state.step - (self.done - at + 1))
+        try:
+            sums = jax.block_until_ready(self._diagnosis_programs(at - 1)[0](state, self._tokens[at]))
+        except jax.errors.JaxRuntimeError as error:  # it needs more memory than a step
+            return f"; it could not be repeated to find the layer ({str(error).splitlines()[0][:100]})"
+        found = stats.first_nonfinite(diagnosis.rows(at, sums), llama.LINEAR_PATHS)
+        return f"; not finite at first: {found}" if found else "; repeated, its quantized GEMMs are finite"
 
     def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
         damaged: dict[int, InputError] = {}
@@ -238,6 +256,7 @@ class Run:
                         break
                     self._profile(profile, self.done - first)
                     tokens = sharding.put_rows(self.mesh, next(self.iterator)["tokens"], train.batch_size)
+                    self._tokens = {at: kept for at, kept in self._tokens.items() if at == self.done} | {self.done + 1: tokens}
                     finish_diagnosis = None
                     if self.settings.diagnose.every and (self.done + 1) % self.settings.diagnose.every == 0:
                         if pending:
@@ -295,7 +314,8 @@ class Run:
             if self._skipped > (allowed := self.settings.train.skip_nonfinite):
                 skipped = f", after {allowed} skipped steps" if allowed else ""
                 kept = self.checkpoints.latest()
-                raise GuardError(f"step {done}: {loss=} {grad_norm=}{skipped}; the newest checkpoint is that of step {kept}")
+                what = f"step {done}: {loss=} {grad_norm=}{skipped}{self._origin(done)}"
+                raise GuardError(f"{what}; the newest checkpoint is that of step {kept}")
             log.warning("step %d skipped: loss %s, gradient norm %s", done, loss, grad_norm)
             metrics.write({"step": done, "tokens": row["tokens"], "skipped": self._skipped})
             return now

@@ -154,8 +154,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
 
     The gradient is that of `make_gradient`, keyed by (seed, step); delayed scaling rolls its history once per step. metrics:
-    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars. With train.skip_nonfinite a step of
-    which either of the first two is not finite changes nothing but the number of steps.
+    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars. A step of which either of the first two
+    is not finite changes nothing but the number of steps.
     """
     tx = optimizer.make_optimizer(settings.optimizer)
     schedule = optimizer.learning_rate(settings.optimizer)
@@ -170,10 +170,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(updates_done)}
         history = jax.tree.map(roll_history, state.history, maxima)
         new = TrainState(params, opt_state, state.step + 1, history, state.seed)
-        if settings.train.skip_nonfinite:
-            finite = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state._replace(step=state.step + 1))
-        return new, metrics
+        finite = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state._replace(step=state.step + 1)), metrics
 
     shardings = state_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
