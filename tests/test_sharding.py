@@ -91,6 +91,17 @@ def test_every_array_is_where_the_table_says(corpus, mesh):
     assert kernel.addressable_shards[0].data.shape == (2, 128 // 2, 64 // 4 if fsdp else 64)
 
 
+def test_muon_s_momentum_and_the_average_lie_where_their_weights_do(corpus):
+    s = tiny(corpus, mesh=MESH, optimizer__name="muon", optimizer__ema_decay=0.9)
+    state = initial_state(s, sharding.make_mesh(s.mesh))
+    assert specs(state.ema) == EXPECTED
+    of = state.opt_state[1].inner_states
+    muon, adam = specs(of["muon"].inner_state[0].mu), specs(of["adam"].inner_state.mu)
+    assert {**muon, **adam} == EXPECTED
+    assert muon.keys() == {path for path in EXPECTED if "attn'" in path or "mlp'" in path}
+    assert of["muon"].inner_state[0].ns_coeffs.sharding.spec == P()
+
+
 def test_unrolled_layers_have_the_same_axes_without_the_leading_one(corpus):
     s = tiny(corpus, mesh=MESH, model__scan_layers=False)
     found = specs(step.abstract_state(s, sharding.make_mesh(s.mesh)).params)
@@ -233,6 +244,14 @@ def test_without_quantization_a_mesh_trains_like_one_device(corpus, where):
     one = losses(tiny(corpus))
     assert relative(losses(tiny(corpus, mesh=MESHES[where])), one) < 1e-5
     assert one[-1] < 0.8 * one[0]
+
+
+def test_muon_orthogonalizes_matrices_that_are_split_as_whole_ones(corpus):
+    one, on_mesh = (losses(tiny(corpus, mesh=mesh, optimizer__name="muon"), steps=6) for mesh in (ONE, MESH))
+    assert relative(on_mesh, one) < 1e-5
+    assert one[-1] < 0.9 * one[0]
+    adam = losses(tiny(corpus), steps=6)
+    assert relative(adam, one) > 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["none", "mxfp4_sr"])

@@ -43,7 +43,7 @@ class Checkpoints:
         run = {**run, "versions": {name: importlib.metadata.version(name) for name in VERSIONS}}
         run["state_checksum"] = int(checksum(state))
         run["checksum"] = _checksum(run)
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_item(state)), run=ocp.args.JsonSave(run))
         if not self._manager.save(step, args=args, force=True):
             raise OSError(f"orbax did not save step {step} in {self.path}")
 
@@ -51,13 +51,13 @@ class Checkpoints:
         """Return (state, run) of a step, placed as `abstract` says; raises InputError when it cannot be read."""
         if step not in self._manager.all_steps():
             raise InputError(f"no checkpoint of step {step} in {self.path}: there are {self.steps()}")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore())
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(_item(abstract)), run=ocp.args.JsonRestore())
         try:
             with reads_drained():
                 restored = self._manager.restore(step, args=args)
         except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
             raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
-        state, run = TrainState(*restored["state"]), restored["run"]
+        state, run = TrainState(**{"ema": {}} | restored["state"]), restored["run"]
         if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         if run["state_checksum"] != int(checksum(state)):
@@ -79,6 +79,14 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _item(state: TrainState) -> dict[str, Any]:
+    """Return what is stored of a state: without an average that is empty, which versions before it do not have.
+
+    Orbax stores an empty dict as a node of the tree, and refuses to restore a tree that has one more.
+    """
+    return {name: part for name, part in state._asdict().items() if name != "ema" or part}
 
 
 class _DrainedLoop(asyncio.SelectorEventLoop):

@@ -358,14 +358,19 @@ def with_impl(settings: Settings, impl: str) -> Settings:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed."""
+    """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed.
+
+    What the older one does not have yet was the default: a run of an older version goes on.
+    """
 
     def flat(prefix: str, node: Any) -> dict[str, Any]:
         if not isinstance(node, dict):
             return {prefix: node}
         return {k: v for key, value in node.items() for k, v in flat(f"{prefix}.{key}" if prefix else key, value).items()}
 
-    a, b = flat("", json.loads(json.dumps(old))), flat("", json.loads(json.dumps(new)))
+    defaults = {name: section for name, section in default_config().to_dict().items() if name != "quant"}
+    a, b, known = (flat("", json.loads(json.dumps(tree))) for tree in (old, new, defaults))
+    a = known | a
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in (*MAY_CHANGE_ON_RESUME, "quant.digest")]
     if "quant.recipe" in keys:  # its leaves differ as a matter of course
         keys = [k for k in keys if not k.startswith("quant.resolved.")]
