@@ -199,6 +199,7 @@ def share_programs(monkeypatch):
                 s.numerics,
                 s.train.seed,
                 s.train.accumulation,
+                s.train.grad_reduce_dtype,
                 s.train.skip_nonfinite,
                 mesh,
                 *options.items(),

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, config_dict
 
 from fp4jax import recipes
 from fp4jax.numerics import Numerics
+from fp4jax.ops.kernels import REDUCE
 from fp4jax.recipe import GEMMS, Recipe, from_dict, leaves, override
 from models.llama import LINEAR_PATHS, LlamaConfig
 from train.data import DataConfig
@@ -50,6 +51,9 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps in total. batch_size: sequences per step. accumulation: microbatches per step.
+      grad_reduce_dtype: in what the gradients of the linear layers' weights are summed over the devices that split the tokens:
+        "float32", "bfloat16" (half the traffic; every device's share is rounded), or "auto": in the dtype of the product,
+        float32 for a quantized GEMM, model.dtype for one that is not, such as lm_head's. Embedding and norms: float32.
       eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all.
       eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
       target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
@@ -61,6 +65,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16
     accumulation: int = 1
+    grad_reduce_dtype: str = "auto"
     eval_every: int = 0
     eval_batch_size: int = 0
     checkpoint_every: int = 0
@@ -72,8 +77,12 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types("train", self)
+        if self.grad_reduce_dtype not in REDUCE:
+            raise InputError(f"train.grad_reduce_dtype={self.grad_reduce_dtype!r} is not one of {', '.join(REDUCE)}")
         for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))):
+            if name != "grad_reduce_dtype" and not (
+                math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))
+            ):
                 raise InputError(f"train.{name}={value} is out of range")
         if self.seed >= 2**32:  # jax.random.key would drop the upper bits
             raise InputError(f"train.seed={self.seed} is not below 2^32")

@@ -60,7 +60,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     mesh = sharding.make_mesh(settings.mesh)
     microbatch = settings.train.batch_size // settings.train.accumulation
     for phase in settings.phases():
-        sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len)
+        lengths = {"microbatch": microbatch, "seq_len": settings.data.seq_len}
+        sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:

@@ -124,7 +124,8 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
     `key` and by the global row of each token. Over microbatches gradients and sums are added, of the maxima of delayed scaling
     the largest is kept. sums: `Numerics.init_sums`, or {} to measure nothing.
     """
-    numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh))
+    partition = sharding.partition(mesh, settings.train.grad_reduce_dtype)
+    numerics = dataclasses.replace(settings.numerics, partition=partition)
     model = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
     accumulation = settings.train.accumulation
 
