@@ -60,9 +60,9 @@ def quantized_dot_general(
     GEMM what runs. residuals: what the backward keeps of x and w, "operands" as they are, or "packed": the codes and scales
     that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies. shared: a dict that several
     dots of the same lhs are given, so that they keep one packed copy of it (where no random bits are drawn for it).
-    partition: how a mesh splits the layer, needed by kernels on several devices, by all where time is split, and by all to sum
-    dw in a dtype of its own; otherwise XLA partitions what is no kernel. sums: `stats.zeros()`, to measure: its cotangent holds
-    what the casts and GEMMs of this call did. Without it nothing is computed for that.
+    partition: how a mesh splits the layer, needed by kernels on several devices, by all where time is split, and to sum dw in a
+    dtype of its own; otherwise XLA partitions what is no kernel. sums: `stats.zeros()`, to measure: its cotangent holds what
+    the casts and GEMMs of this call did. Without it nothing is computed for that.
 
     Raises ValueError when a contraction length is not a multiple of the GEMM's blocks and rotation and the GEMM does not pad,
     when key or history are missing, when `impl` is unknown or cannot run a GEMM here, or when residuals="packed" meets delayed

@@ -412,6 +412,14 @@ def test_the_workdir_of_other_data(prepared, tmp_path):
     assert snapshot(workdir) == before
 
 
+def test_the_dtype_of_the_sum_of_gradients_is_one_of_three_and_stays(prepared):
+    corpus, workdir = prepared
+    with pytest.raises(InputError, match="train.grad_reduce_dtype='float16' is not one of auto, float32, bfloat16"):
+        settings(corpus, train__grad_reduce_dtype="float16")
+    with pytest.raises(InputError, match="belongs to another run.*train.grad_reduce_dtype: auto → float32"):
+        loop.prepare(settings(corpus, train__grad_reduce_dtype="float32"), workdir)
+
+
 def test_a_run_of_a_version_without_an_option_had_its_default(prepared, tmp_path):
     corpus, workdir = prepared
     stored = json.loads((workdir / "config.json").read_text())
