@@ -56,13 +56,13 @@ def quantized_dot_general(
     [3, 2, H], needed when recipe.needs_history (delayed scaling): the maxima of earlier steps per GEMM and operand, newest
     first; a "delayed" scale is made from the newest, or from the operand itself where that is 0. Its cotangent is no
     gradient: it holds this call's maxima in [:, :, 0] and zeros elsewhere (see `roll_history`). A recipe that is plain
-    everywhere is lax.dot_general itself. impl: see `ops.matmul.choose`, which says for each GEMM what runs. residuals: what the
-    backward keeps of x and w, "operands" as they are, or "packed": the codes and scales that wgrad and dgrad multiply, where
-    these are quantized, named "fp4_residual" for remat policies. shared: a dict that several dots of the same lhs are given,
-    so that they keep one packed copy of it (where no random bits are drawn for it). partition: how a mesh splits the layer,
-    needed by kernels on several devices, and by all where time is split; otherwise XLA partitions what is no kernel. sums:
-    `stats.zeros()`, to measure: its cotangent holds what the casts and GEMMs of this call did. Without it nothing is computed
-    for that.
+    everywhere is lax.dot_general itself, unless partition.reduce is set. impl: see `ops.matmul.choose`, which says for each
+    GEMM what runs. residuals: what the backward keeps of x and w, "operands" as they are, or "packed": the codes and scales
+    that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies. shared: a dict that
+    several dots of the same lhs are given, so that they keep one packed copy of it (where no random bits are drawn for it).
+    partition: how a mesh splits the layer, needed by kernels on several devices, by all where time is split, and to sum dw in a
+    dtype of its own; otherwise XLA partitions what is no kernel. sums: `stats.zeros()`, to measure: its cotangent holds what
+    the casts and GEMMs of this call did. Without it nothing is computed for that.
 
     Raises ValueError when a contraction length is not a multiple of the GEMM's blocks and rotation and the GEMM does not pad,
     when key or history are missing, when `impl` is unknown or cannot run a GEMM here, or when residuals="packed" meets delayed
@@ -71,7 +71,7 @@ def quantized_dot_general(
     matmul.check_impl(impl)
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{recipe=} is not a Recipe: fp4jax.recipes.get(name) returns one")
-    if recipe.is_plain:
+    if recipe.is_plain and (partition is None or partition.reduce == "auto"):
         return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
     if recipe.needs_key and key is None:
         raise ValueError("the recipe draws random bits (stochastic rounding or redrawn signs): pass key=")
@@ -104,7 +104,7 @@ def quantized_dot_general(
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(*batch, k, _size(rhs, rhs_free))
 
     impls = {gemm: matmul.choose(impl, getattr(recipe, gemm), ragged=ragged(recipe, gemm, lengths))[0] for gemm in GEMMS}
-    if partition is not None and batch and "triton" in impls.values():
+    if partition is not None and batch and ("triton" in impls.values() or partition.reduce != "auto"):
         raise ValueError("a partition does not apply to a dot with batch axes")
     how = _How(recipe, impls, precision, jnp.dtype(out_dtype), residuals, partition)
     name = None if batch or shared is None else (shared, lhs, tuple(lhs_contract))
@@ -520,7 +520,11 @@ def _gemm(how: _How, gemm, lhs_and_axis, rhs_and_axis, key, history, ready, out_
     operands, axes = zip(lhs_and_axis, rhs_and_axis, strict=True)
     dimension_numbers = (((axes[0],), (axes[1],)), ((), ()))
     if spec.is_plain:
-        return lax.dot_general(*operands, dimension_numbers, how.precision, out_dtype), (jnp.float32(0),) * 2
+        product_dtype = jnp.float32 if _sums_by_itself(how, gemm) else out_dtype
+        product = _multiply(
+            how, gemm, lambda a, b: lax.dot_general(a, b, dimension_numbers, how.precision, product_dtype), operands
+        )
+        return product.astype(out_dtype), (jnp.float32(0),) * 2
     gemm_key, rank_one = _gemm_key(key, gemm), None
     if spec.split == "mean":
         operands, rank_one = _split_mean(gemm, operands, axes)
@@ -539,18 +543,32 @@ def _gemm(how: _How, gemm, lhs_and_axis, rhs_and_axis, key, history, ready, out_
         product_dtype = out_dtype if spec.split == "none" else jnp.float32
         product = _kernel_matmul(how, gemm, lhs, rhs, gain, product_dtype)
     else:
-        product = (matmul.reference_dot if impl == "reference" else matmul.xla_dot)(lhs, rhs, dimension_numbers)
+        dot = matmul.reference_dot if impl == "reference" else matmul.xla_dot
+        product = _multiply(how, gemm, lambda a, b: dot(a, b, dimension_numbers), (lhs, rhs))
         if gain != 1:
             product = product * jnp.float32(gain)
     if lhs_first is not None and rhs_first is not None:
         firsts = (rounding.to_bfloat16(lhs_first), rounding.to_bfloat16(rhs_first))
-        product = product + matmul.reference_dot(*firsts, dimension_numbers)
+        product = product + _multiply(how, gemm, lambda a, b: matmul.reference_dot(a, b, dimension_numbers), firsts)
     for side, (operand, axis) in enumerate(zip(operands, axes, strict=True)):  # without what was padded across square blocks
         if operand is not None and product.shape[side] != operand.shape[1 - axis]:
             product = lax.slice_in_dim(product, 0, operand.shape[1 - axis], axis=side)
     if rank_one is not None:
         product = product + rank_one
     return product.astype(out_dtype), (lhs_max, rhs_max)
+
+
+def _sums_by_itself(how: _How, gemm: str) -> bool:
+    """Return whether the sum over devices is written out, in a dtype of its own, for a product that XLA could partition."""
+    return gemm == "wgrad" and how.partition is not None and how.partition.reduce != "auto"
+
+
+def _multiply(how: _How, gemm: str, dot, operands) -> jax.Array:
+    if not _sums_by_itself(how, gemm):
+        return dot(*operands)
+    assert how.partition is not None
+    x, dy = operands
+    return kernels.wgrad(dot, x, dy, how.partition)
 
 
 def _kernel_matmul(how: _How, gemm: str, lhs, rhs, alpha: float, out_dtype) -> jax.Array:
@@ -560,8 +578,9 @@ def _kernel_matmul(how: _How, gemm: str, lhs, rhs, alpha: float, out_dtype) -> j
     k, n = part.stored
     axes = {"fprop": (part.m, part.n, part.k), "dgrad": (part.m, part.k, part.n), "wgrad": (part.k, part.n, part.m)}[gemm]
     at_rest = {"fprop": (n, k), "dgrad": (k, n), "wgrad": None}[gemm]
-    scatter = (k, n) if gemm == "wgrad" else None
-    return kernels.matmul(lhs, rhs, part.mesh, axes, at_rest=at_rest, scatter=scatter, alpha=alpha, out_dtype=out_dtype)
+    scatter, sum_dtype = ((k, n), part.reduce_dtype) if gemm == "wgrad" else (None, jnp.float32)
+    where: dict[str, Any] = {"at_rest": at_rest, "scatter": scatter, "sum_dtype": sum_dtype}
+    return kernels.matmul(lhs, rhs, part.mesh, axes, **where, alpha=alpha, out_dtype=out_dtype)
 
 
 def _split_mean(gemm, operands, axes):

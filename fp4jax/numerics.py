@@ -183,8 +183,6 @@ class Numerics:
             recipe, reasons = self._fit(recipe, reason, lhs, rhs, dimension_numbers)
             lengths = dot.contraction_lengths(lhs, rhs, dimension_numbers)
             self._report(_module(path, layer, layers, len(choices)), recipe, reasons, lengths)
-            if recipe.is_plain:
-                return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
             return dot.quantized_dot_general(
                 lhs,
                 rhs,

@@ -166,15 +166,23 @@ def leaves(tree):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def unrolled(params):
+    """Return the parameters of a scanned model in the form of the unrolled one."""
+    rest = {k: v for k, v in params.items() if k != "layers"}
+    count = params["layers"]["attn_norm"]["scale"].shape[0]
+    return {**rest, **{f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)}}
+
+
 _real_init, _real_step, _real_eval = step.init_state, step.make_train_step, step.make_eval_step
 _states = {}
 _programs = {}
 
 
 def initial_state(run_settings, mesh):
-    """Return a fresh copy of the initial state, which may be donated; it is computed once per model, seed and mesh."""
+    """Return a fresh copy of the initial state, which may be donated; it is computed once per kind of state, seed and mesh."""
     histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
-    key = run_settings.model, run_settings.train.seed, mesh, tuple(sorted(histories))
+    kind = run_settings.optimizer.name, run_settings.optimizer.ema_decay > 0
+    key = run_settings.model, run_settings.train.seed, mesh, tuple(sorted(histories)), kind
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])
@@ -192,6 +200,7 @@ def share_programs(monkeypatch):
                 s.numerics,
                 s.train.seed,
                 s.train.accumulation,
+                s.train.grad_reduce_dtype,
                 mesh,
                 *options.items(),
             )

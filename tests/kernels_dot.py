@@ -100,6 +100,22 @@ def test_every_partition_gives_the_unsharded_result(where, name):
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*stored)), 2)
 
 
+@pytest.mark.parametrize("where", ["data", "column, fsdp"])
+def test_a_gradient_is_summed_over_devices_in_the_dtype_that_was_asked_for(where):
+    """Rounded to bfloat16 by each device: off by 2^-9 at most, and by more than nothing; x's gradient is not touched."""
+    data, model, axes, stored = PARTITIONS[where]
+    mesh, recipe = interpreter.mesh(data, model), recipes.get("mxfp4_h16")
+    x, w, dy = operands()
+    if where == "data":
+        x, dy = (jnp.tile(a, (2, 1)) for a in (x, dy))
+    run = functools.partial(value_and_grads, x, w, dy, recipe=recipe, impl="triton", residuals="packed")
+    auto, in32, in16 = (run(partition=Partition(mesh, *axes, stored, reduce=dtype)) for dtype in kernels.REDUCE)
+    for a, b in zip(auto, in32, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(in16[1], auto[1])
+    assert 2**-11 < np.linalg.norm(in16[2] - auto[2]) / np.linalg.norm(auto[2]) < 2**-8
+
+
 @pytest.mark.parametrize("how", ["batch axes", "vmap"])
 def test_every_batch_element_has_its_own_draws_the_reference_s(how):
     x, w = (jnp.broadcast_to(a, (2, *a.shape)) for a in (jnp.ones((32, 32)) * 0.7, jnp.ones((32, 32)) * 0.9))

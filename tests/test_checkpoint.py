@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import shutil
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -76,6 +77,24 @@ def test_keep_checkpoints(saved, tmp_path):
     checkpoints = checkpoint.Checkpoints(tmp_path / "every")
     assert checkpoints.steps() == [2, 4, 5]
     checkpoints.close()
+
+
+class StateBefore(NamedTuple):
+    """What a version without averaged weights stored."""
+
+    params: Any
+    opt_state: Any
+    step: Any
+    history: Any
+    seed: Any
+
+
+def test_a_state_of_a_version_without_averages_is_restored(saved, tmp_path, monkeypatch):
+    s, workdir = saved
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_item", lambda state: StateBefore(*state[:5]))
+        train(s, tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, leaves(restore(s, tmp_path / "run")[0]), leaves(restore(s, workdir)[0]))
 
 
 # ---- Damage ----

@@ -412,6 +412,25 @@ def test_the_workdir_of_other_data(prepared, tmp_path):
     assert snapshot(workdir) == before
 
 
+def test_the_dtype_of_the_sum_of_gradients_is_one_of_three_and_stays(prepared):
+    corpus, workdir = prepared
+    with pytest.raises(InputError, match=r"train.grad_reduce_dtype='float16' is not one of auto, float32, bfloat16"):
+        settings(corpus, train__grad_reduce_dtype="float16")
+    with pytest.raises(InputError, match=r"belongs to another run.*train.grad_reduce_dtype: auto → float32"):
+        loop.prepare(settings(corpus, train__grad_reduce_dtype="float32"), workdir)
+
+
+def test_a_run_of_a_version_without_an_option_had_its_default(prepared, tmp_path):
+    corpus, workdir = prepared
+    stored = json.loads((workdir / "config.json").read_text())
+    for name in ("name", "muon_rms", "ema_decay"):
+        del stored["optimizer"][name]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r"belongs to another run.*optimizer.ema_decay: 0.0 → 0.9"):
+        loop.prepare(settings(corpus, optimizer__ema_decay=0.9), tmp_path)
+    loop.prepare(settings(corpus), tmp_path)
+
+
 def test_what_may_change_when_a_run_is_resumed(prepared, tmp_path):
     corpus, workdir = prepared
     copy = tmp_path / "elsewhere.txt"

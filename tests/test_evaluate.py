@@ -39,7 +39,15 @@ def run_evaluate(capsys, workdir, **options):
     """Call the entry point in this process; return its JSON object."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    values = {"workdir": str(workdir), "step": None, "recipe": None, "stochastic": False, "batch_size": None, **options}
+    values = {
+        "workdir": str(workdir),
+        "step": None,
+        "recipe": None,
+        "stochastic": False,
+        "batch_size": None,
+        "ema": False,
+        **options,
+    }
     with flagsaver.flagsaver(**values):
         code = evaluate.main()
     out = capsys.readouterr().out.splitlines()
@@ -80,6 +88,18 @@ def test_another_recipe_and_stochastic_rounding_change_the_result(trained, capsy
     # The nearest value is that of the recipe without stochastic rounding.
     assert run_evaluate(capsys, workdir, recipe="mxfp4")["val_loss"] == own
     assert own == pytest.approx(stochastic, rel=0.02)
+
+
+def test_the_averaged_weights(trained, capsys, tmp_path):
+    changes = {"optimizer__ema_decay": 0.9, "train__steps": 4, "train__eval_every": 2, "train__checkpoint_every": 2}
+    train(settings(write_corpus(tmp_path), quant__recipe="none", **changes), tmp_path / "run")
+    for row in (r for r in rows(tmp_path / "run") if "val_loss" in r):
+        trained_loss, of_average = (run_evaluate(capsys, tmp_path / "run", step=row["step"], ema=e) for e in (False, True))
+        assert trained_loss["val_loss"] == pytest.approx(row["val_loss"], rel=1e-6)
+        assert of_average["val_loss"] == pytest.approx(row["val_loss_ema"], rel=1e-6)
+        assert row["val_loss_ema"] > row["val_loss"] * (1 + 1e-4)  # it lags, and the loss falls
+    with pytest.raises(InputError, match=r"has no averaged weights for --ema.*ema_decay=0"):
+        run_evaluate(capsys, trained[1], ema=True)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

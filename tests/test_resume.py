@@ -111,3 +111,17 @@ def test_a_schedule_switches_at_its_steps_whether_resumed_there_or_not(tmp_path,
     train(plain, tmp_path / "plain")
     same = [a == b for a, b in zip(rows(tmp_path / "plain"), whole, strict=True) if "train_loss" in a]
     assert same == [True, True, False, False, False, False]
+
+
+def test_muon_and_an_average_of_the_weights_continue_bit_for_bit(tmp_path, monkeypatch):
+    share_programs(monkeypatch)
+    changes = {"optimizer__name": "muon", "optimizer__ema_decay": 0.9, "train__steps": 5, "train__eval_every": 5}
+    s = settings(write_corpus(tmp_path), quant__recipe="none", train__checkpoint_every=0, **changes)
+    train(s, tmp_path / "whole")
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert train(s, tmp_path / "run", NoStop(lambda: path.exists() and len(rows(path.parent)) >= 2)).step < 5
+    train(s, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    last = rows(tmp_path / "run")[-1]
+    assert last.keys() == {"step", "tokens", "val_loss", "val_loss_ema"}
+    assert last["val_loss_ema"] != last["val_loss"]

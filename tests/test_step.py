@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compiled_step, initial_state, leaves, one_step, settings, tokens, write_corpus
+from helpers import compiled_step, initial_state, leaves, one_step, settings, tokens, unrolled, write_corpus
 
 from fp4jax import bits
 from models import llama
@@ -183,6 +183,38 @@ def test_checksum_sees_one_bit_and_a_swap(tiny):
     assert int(step.checksum(state._replace(step=state.step + 1))) != reference
 
 
+# ---- The average of the weights ----
+
+
+def test_the_state_carries_the_average_and_a_skipped_step_leaves_it(tiny):
+    s = tiny(quant__recipe="none", optimizer__ema_decay=0.75, train__skip_nonfinite=1)
+    mesh, train_step = compiled_step(s)
+    state = initial_state(s, mesh)
+    seen, batch = [], tokens(s)
+    for _ in range(4):
+        state, _ = train_step(state, batch)
+        seen.append(leaves(state.params))
+    found, shares = leaves(state.ema), 0.75 ** np.arange(3, -1, -1)
+    for path, ema in found.items():
+        expected = np.tensordot(shares / shares.sum(), np.stack([params[path] for params in seen]), 1)
+        np.testing.assert_allclose(ema, expected, rtol=1e-5, atol=1e-6)
+    state, figures = train_step(state._replace(params=jax.tree.map(lambda x: x * 1e30, state.params)), batch)
+    assert not np.isfinite(float(figures["grad_norm"]))
+    jax.tree.map(np.testing.assert_array_equal, leaves(state.ema), found)
+
+
+def test_the_average_changes_nothing_that_is_trained(tiny):
+    (mesh, with_ema), (_, without) = (compiled_step(tiny(quant__recipe="none", optimizer__ema_decay=d)) for d in (0.9, 0.0))
+    results = []
+    for s, train_step in ((tiny(optimizer__ema_decay=0.9), with_ema), (tiny(), without)):
+        state = initial_state(s, mesh)
+        for _ in range(2):
+            state, _ = train_step(state, tokens(s))
+        results.append(state)
+    assert results[1].ema == {}
+    jax.tree.map(np.testing.assert_array_equal, leaves(results[0].params), leaves(results[1].params))
+
+
 # ---- Draws ----
 
 
@@ -207,13 +239,6 @@ def test_step_and_seed_choose_the_draws(draw):
 
 
 # ---- Scan and remat ----
-
-
-def unrolled(params):
-    """Return the parameters of a scanned model in the form of the unrolled one."""
-    rest = {k: v for k, v in params.items() if k != "layers"}
-    count = params["layers"]["attn_norm"]["scale"].shape[0]
-    return {**rest, **{f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)}}
 
 
 def loss_and_grads(s):

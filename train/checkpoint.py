@@ -44,7 +44,7 @@ class Checkpoints:
         run = {**run, "versions": {name: importlib.metadata.version(name) for name in VERSIONS}}
         run["state_checksum"] = int(checksum(state))
         run["checksum"] = _checksum(run)
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_item(state)), run=ocp.args.JsonSave(run))
         if not self._manager.save(step, args=args, force=True):
             raise OSError(f"orbax did not save step {step} in {self.path}")
 
@@ -57,10 +57,11 @@ class Checkpoints:
         with processes.together():  # by the handlers: the manager waits for all processes, and one may not be able to read
             try:
                 with reads_drained():
-                    state = TrainState(*arrays.restore(item / "state", args=ocp.args.StandardRestore(abstract)))
+                    parts = arrays.restore(item / "state", args=ocp.args.StandardRestore(_item(abstract)))
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
             except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
                 raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
+        state = TrainState(**{"ema": {}} | parts)
         if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         if run["state_checksum"] != int(checksum(state)):
@@ -84,6 +85,14 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _item(state: TrainState) -> dict[str, Any]:
+    """Return what is stored of a state: without an average that is empty, which versions before it do not have.
+
+    Orbax stores an empty dict as a node of the tree, and refuses to restore a tree that has one more.
+    """
+    return {name: part for name, part in state._asdict().items() if name != "ema" or part}
 
 
 class _DrainedLoop(asyncio.SelectorEventLoop):

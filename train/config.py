@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, config_dict
 
 from fp4jax import recipes
 from fp4jax.numerics import Numerics
+from fp4jax.ops.kernels import REDUCE
 from fp4jax.recipe import GEMMS, Recipe, from_dict, leaves, override
 from models.llama import LINEAR_PATHS, LlamaConfig
 from train.data import DataConfig
@@ -51,6 +52,9 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps in total. batch_size: sequences per step. accumulation: microbatches per step.
+      grad_reduce_dtype: in what the gradients of the linear layers' weights are summed over the devices that split the tokens:
+        "float32", "bfloat16" (half the traffic; every device's share is rounded), or "auto": in the dtype of the product,
+        float32 for a quantized GEMM, model.dtype for one that is not, such as lm_head's. Embedding and norms: float32.
       eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all. keep_every:
         besides them, those of every so many steps, 0 none.
       eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
@@ -63,6 +67,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16
     accumulation: int = 1
+    grad_reduce_dtype: str = "auto"
     eval_every: int = 0
     eval_batch_size: int = 0
     checkpoint_every: int = 0
@@ -75,8 +80,12 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types("train", self)
+        if self.grad_reduce_dtype not in REDUCE:
+            raise InputError(f"train.grad_reduce_dtype={self.grad_reduce_dtype!r} is not one of {', '.join(REDUCE)}")
         for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))):
+            if name != "grad_reduce_dtype" and not (
+                math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))
+            ):
                 raise InputError(f"train.{name}={value} is out of range")
         if self.seed >= 2**32:  # jax.random.key would drop the upper bits
             raise InputError(f"train.seed={self.seed} is not below 2^32")
@@ -361,14 +370,19 @@ def with_impl(settings: Settings, impl: str) -> Settings:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed."""
+    """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed.
+
+    What the older one does not have yet was the default: a run of an older version goes on.
+    """
 
     def flat(prefix: str, node: Any) -> dict[str, Any]:
         if not isinstance(node, dict):
             return {prefix: node}
         return {k: v for key, value in node.items() for k, v in flat(f"{prefix}.{key}" if prefix else key, value).items()}
 
-    a, b = flat("", json.loads(json.dumps(old))), flat("", json.loads(json.dumps(new)))
+    defaults = {name: section for name, section in default_config().to_dict().items() if name != "quant"}
+    a, b, known = (flat("", json.loads(json.dumps(tree))) for tree in (old, new, defaults))
+    a = known | a
     keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in (*MAY_CHANGE_ON_RESUME, "quant.digest")]
     if "quant.recipe" in keys:  # its leaves differ as a matter of course
         keys = [k for k in keys if not k.startswith("quant.resolved.")]

@@ -76,7 +76,8 @@ def _check(settings: Settings, workdir: pathlib.Path):
     mesh = sharding.make_mesh(settings.mesh)
     microbatch = settings.train.batch_size // settings.train.accumulation
     for phase in settings.phases():
-        sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len)
+        lengths = {"microbatch": microbatch, "seq_len": settings.data.seq_len}
+        sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
@@ -325,14 +326,22 @@ class Run:
         return now
 
     def evaluate(self, metrics: Metrics | None) -> None:
+        """Measure the validation loss of the trained weights, and of their average where there is one."""
+        losses = {"val_loss": self._validation_loss(self.state)}
+        if self.state.ema:
+            losses["val_loss_ema"] = self._validation_loss(step.averaged(self.state), " of the averaged weights")
+        self.val_loss = losses["val_loss"]
+        if metrics:
+            metrics.write({"step": self.done, "tokens": self.done * self.tokens_per_step, **losses})
+
+    def _validation_loss(self, state: step.TrainState, of: str = "") -> float:
         batches = step.val_batches(self.settings, self.mesh, self.dataset)
         eval_step = self._phase_programs(max(self.done - 1, 0))[1]  # in the numerics of the last step done
-        self.val_loss = step.validation_loss(eval_step, self.mesh, self.state, batches)
-        if not math.isfinite(self.val_loss):
-            raise GuardError(f"step {self.done}: validation loss is {self.val_loss}")
-        if metrics:
-            metrics.write({"step": self.done, "tokens": self.done * self.tokens_per_step, "val_loss": self.val_loss})
-        log.info("step %d  validation loss %.4f", self.done, self.val_loss)
+        loss = step.validation_loss(eval_step, self.mesh, state, batches)
+        if not math.isfinite(loss):
+            raise GuardError(f"step {self.done}: validation loss{of} is {loss}")
+        log.info("step %d  validation loss%s %.4f", self.done, of, loss)
+        return loss
 
     def save(self) -> None:
         if not step.is_finite(self.state):

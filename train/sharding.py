@@ -109,8 +109,11 @@ def split(mesh: Mesh, name: str) -> int:
     return math.prod(mesh.shape[axis] for axis in RULES[name])
 
 
-def partition(mesh: Mesh) -> Callable[[str], Partition] | None:
-    """Return how dots find their layer on the mesh: path → Partition; None for a mesh of one device."""
+def partition(mesh: Mesh, reduce: str = "auto") -> Callable[[str], Partition] | None:
+    """Return how dots find their layer on the mesh: path → Partition; None for a mesh of one device.
+
+    reduce: the dtype in which the gradients of the weights are summed over devices (train.grad_reduce_dtype).
+    """
     if mesh.size == 1:
         return None
 
@@ -119,7 +122,7 @@ def partition(mesh: Mesh) -> Callable[[str], Partition] | None:
             raise InputError(f"{path} has no entry in train.sharding.LINEAR_AXES: a kernel needs to know its mesh axes")
         stored = PARAM_AXES[f"{path.split('/')[-1]}/kernel"]
         m, k, n, *at_rest = (_mesh_axes(mesh, name) for name in ("tokens", *LINEAR_AXES[path], *stored))
-        return Partition(mesh, m, k, n, (at_rest[0], at_rest[1]), split(mesh, "time"))
+        return Partition(mesh, m, k, n, (at_rest[0], at_rest[1]), split(mesh, "time"), reduce)
 
     return of
 
@@ -140,8 +143,11 @@ def model_hooks(mesh: Mesh, model: LlamaConfig) -> dict[str, Any]:
     return {"constrain": constrain, "attend": attend if pieces > 1 else None, "pieces": pieces}
 
 
-def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int) -> None:
-    """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards."""
+def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, reduce: str = "auto") -> None:
+    """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards.
+
+    Where devices sum the gradients of weights in a dtype of their own choice (reduce), wgrad cannot pad the tokens.
+    """
     fsdp, tensor, context = (mesh.shape[name] for name in ("fsdp", "tensor", "context"))
     sizes = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "d_ff": model.d_ff, "vocab_size": model.vocab_size}
     for name, size in sizes.items():
@@ -154,7 +160,8 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
     if seq_len % (context * (model.attention_block or 1)) or seq_len % (context * (model.loss_chunk or 1)):
         what = f"context axis ({context}) times attention_block={model.attention_block} and loss_chunk={model.loss_chunk}"
         raise InputError(f"data.seq_len={seq_len} is not a multiple of the mesh's {what}")
-    if not numerics.strict and context == 1:
+    local_tokens = context > 1 or reduce != "auto"
+    if not numerics.strict and not local_tokens:
         return
     d_model = ("d_model", model.d_model)
     q = ("n_heads · head size per device", model.n_heads * model.head_size // tensor)
@@ -173,7 +180,7 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
         for recipe, _, _ in numerics.recipes_of(path, None if path in OUTSIDE_BLOCKS else ...):
             for gemm, (what, length) in contraction.items():
                 how = getattr(recipe, gemm)
-                pads = (how.pad or not numerics.strict) and (gemm != "wgrad" or context == 1)
+                pads = (how.pad or not numerics.strict) and (gemm != "wgrad" or not local_tokens)
                 if length % how.multiple and not pads:
                     raise InputError(f"{path} {gemm}: {what} = {length} is not a multiple of {how.multiple} ({how})")
                 try:
@@ -196,11 +203,14 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """Return the NamedSharding of every leaf of a train state (or of its shapes); scalars, history and seed are replicated."""
+    """Return the NamedSharding of every leaf of a train state (or of its shapes).
+
+    Scalars, history, seed and the coefficients that Muon keeps in its state are replicated.
+    """
 
     def place(path, leaf):
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
-        if leaf.ndim == 0 or keys[0] in ("history", "seed"):
+        if leaf.ndim == 0 or keys[0] in ("history", "seed") or keys[-1] == "ns_coeffs":
             return NamedSharding(mesh, PartitionSpec())
         axes = PARAM_AXES["/".join(keys[-2:])]
         return NamedSharding(mesh, spec(mesh, *(None,) * (leaf.ndim - len(axes)), *axes))

@@ -30,7 +30,8 @@ class TrainState(NamedTuple):
 
     params, opt_state: float32. step: int32, the number of optimizer steps done. history: {path: float32 [L, 3, 2, 4]}, the
     maxima of delayed scaling (`fp4jax.numerics.Context`), empty when no phase of the run has it. seed: uint32[2], what random
-    bits are drawn from; in the state, so that runs which differ in their seed only are one program.
+    bits are drawn from; in the state, so that runs which differ in their seed only are one program. ema: the average of the
+    params (`optimizer.average`), the initial ones before the first update; {} without optimizer.ema_decay.
     """
 
     params: Any
@@ -38,6 +39,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     history: dict[str, jax.Array]
     seed: jax.Array
+    ema: Any
 
 
 def init_state(settings: Settings, mesh: Mesh) -> TrainState:
@@ -72,9 +74,15 @@ def _init_and_shardings(settings: Settings, mesh: Mesh):
         history = {}
         for phase in settings.phases():
             history |= phase.numerics.init_history(llama.LINEAR_PATHS)
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed))
+        ema = params if settings.optimizer.ema_decay else {}
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed), ema)
 
     return init, sharding.state_shardings(mesh, jax.eval_shape(init, bits.seed_words(0)))
+
+
+def averaged(state: TrainState) -> TrainState:
+    """Return the state with the averaged weights in the place of the trained ones, to evaluate it."""
+    return state._replace(params=state.ema)
 
 
 @jax.jit
@@ -116,7 +124,8 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
     `key` and by the global row of each token. Over microbatches gradients and sums are added, of the maxima of delayed scaling
     the largest is kept. sums: `Numerics.init_sums`, or {} to measure nothing.
     """
-    numerics = dataclasses.replace(settings.numerics, partition=sharding.partition(mesh))
+    partition = sharding.partition(mesh, settings.train.grad_reduce_dtype)
+    numerics = dataclasses.replace(settings.numerics, partition=partition)
     model = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
     accumulation = settings.train.accumulation
 
@@ -169,7 +178,9 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         updates_done = state.opt_state[-1].count  # by now: those of skipped steps were none
         metrics = {"train_loss": loss, "grad_norm": optax.tree.norm(grads), "lr": schedule(updates_done)}
         history = jax.tree.map(roll_history, state.history, maxima)
-        new = TrainState(params, opt_state, state.step + 1, history, state.seed)
+        decay = settings.optimizer.ema_decay
+        ema = optimizer.average(state.ema, params, updates_done + 1, decay) if decay else {}
+        new = TrainState(params, opt_state, state.step + 1, history, state.seed, ema)
         finite = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state._replace(step=state.step + 1)), metrics
 

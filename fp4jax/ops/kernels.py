@@ -1,4 +1,4 @@
-"""The kernels on a mesh: quantize a matrix for both of its GEMMs, multiply two quantized matrices.
+"""The kernels on a mesh: quantize a matrix for both of its GEMMs, multiply two quantized matrices; and other wgrads' sums.
 
 A kernel call is opaque to the partitioner, so each runs in a `shard_map` of its own, whose collectives are written out: the
 sum over a contracted axis, the maximum of a tensor scale, the random bits' global rows and columns. Nothing is differentiated
@@ -7,7 +7,8 @@ codes and scales.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,15 @@ from fp4jax.ops import qtensor, triton_call
 from fp4jax.recipe import OperandSpec
 
 AxisName = str | tuple[str, ...] | None
+REDUCE = ("auto", "float32", "bfloat16")
 
 
 class Partition(NamedTuple):
     """The mesh axes of one linear layer: of tokens (m), input (k) and output features (n), and of the weight as it is stored.
 
     stored: the axes of w's K and N at rest, more than (k, n) where parameters are fully sharded. pieces: into how many pieces
-    the last axis of the tokens, time, is split; m then names the axis that splits time first.
+    the last axis of the tokens, time, is split; m then names the axis that splits time first. reduce: the dtype in which dw is
+    summed over the devices that split the tokens; "auto": in that of the product, float32 where it is quantized.
     """
 
     mesh: Mesh
@@ -34,6 +37,11 @@ class Partition(NamedTuple):
     n: AxisName
     stored: tuple[AxisName, AxisName]
     pieces: int = 1
+    reduce: str = "auto"
+
+    @property
+    def reduce_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.float32 if self.reduce == "auto" else self.reduce)
 
     def of(self, operand: str) -> tuple[AxisName, AxisName]:
         """Return the axes of the rows and columns of x, w or dy."""
@@ -117,12 +125,13 @@ def matmul(
     scatter: tuple[AxisName, AxisName] | None = None,
     alpha: float,
     out_dtype,
+    sum_dtype: Any = jnp.float32,
 ) -> jax.Array:
     """Return lhs [M, K] · rhs [N, K]ᵀ · alpha; axes: the mesh axes of M, N and K.
 
     at_rest: the axes of rhs's rows and columns, where these are more than (N's, K's): its codes and scales are gathered, not
     the values. scatter: the axes of the result's rows and columns, where these are more than (M's, N's): each device then
-    keeps its piece of the sum only. Sums over K's axis are taken in float32.
+    keeps its piece of the sum only. Sums over K's axis are taken in sum_dtype, to which each device rounds its product.
     """
     from fp4jax.ops import matmul_triton
 
@@ -130,10 +139,7 @@ def matmul(
     assert target is not None
     m, n, k = axes
     gathers = [_more(now, wanted) for now, wanted in zip(at_rest or (n, k), (n, k), strict=True)]
-    scatters = [_more(now, wanted) for now, wanted in zip(scatter or (m, n), (m, n), strict=True)]
-    if not set(scatters[0] + scatters[1]) <= set(_names(k)):
-        raise ValueError(f"a product summed over {k!r} cannot be scattered to {scatter}")
-    left = tuple(name for name in _names(k) if name not in scatters[0] + scatters[1])
+    add = _sum_over(axes, scatter or (m, n), sum_dtype)
     kernel_dtype = out_dtype if not _names(k) and out_dtype in (jnp.float32, jnp.bfloat16) else jnp.float32
 
     def local(a_data, a_scale, b_data, b_scale, tensors):
@@ -154,10 +160,7 @@ def matmul(
             alpha=alpha,
             out_dtype=kernel_dtype,
         )
-        for dimension, names in enumerate(scatters):
-            if names:
-                product = lax.psum_scatter(product, names, scatter_dimension=dimension, tiled=True)
-        return (lax.psum(product, left) if left else product).astype(out_dtype)
+        return add(product).astype(out_dtype)
 
     tensors = (lhs.tensor_scale, rhs.tensor_scale)
     operands = (lhs.data, lhs.scale_bytes, rhs.data, rhs.scale_bytes, tensors)
@@ -167,6 +170,45 @@ def matmul(
     in_specs = (row, row, col, col, jax.tree.map(lambda _: PartitionSpec(), tensors))
     out_specs = PartitionSpec(*(scatter or (m, n)))
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
+
+
+def wgrad(dot: Callable[[Any, Any], jax.Array], x: Any, dy: Any, partition: Partition) -> jax.Array:
+    """Return dot(x, dy), float32 [K, N], of x [M, K] and dy [M, N], arrays or QTensors, summed over the devices' tokens.
+
+    For a dot that XLA would partition by itself: it then adds in the dtype of the product. Here each device rounds its product
+    to partition.reduce_dtype, they are added in that, and each device keeps its piece of the weight.
+    """
+    part = partition
+    add = _sum_over((part.k, part.n, part.m), part.stored, part.reduce_dtype)
+
+    def specs(operand, axes):  # a scale that is one for the whole tensor has length 1 and is everywhere
+        of = lambda leaf: PartitionSpec(*(a if n > 1 else None for a, n in zip(axes, leaf.shape, strict=True)))  # noqa: E731
+        return jax.tree.map(of, operand)
+
+    in_specs = (specs(x, part.of("x")), specs(dy, part.of("dy")))
+    out_specs = PartitionSpec(*part.stored)
+    local = lambda x, dy: add(dot(x, dy)).astype(jnp.float32)  # noqa: E731
+    return jax.shard_map(local, mesh=part.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(x, dy)
+
+
+def _sum_over(
+    axes: tuple[AxisName, AxisName, AxisName], scatter: tuple[AxisName, AxisName], dtype: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """Return what sums the local products [M, N] over the axis of K, in dtype; axes, scatter: as in `matmul`."""
+    m, n, k = axes
+    scatters = [_more(now, wanted) for now, wanted in zip(scatter, (m, n), strict=True)]
+    if not set(scatters[0] + scatters[1]) <= set(_names(k)):
+        raise ValueError(f"a product summed over {k!r} cannot be scattered to {scatter}")
+    left = tuple(name for name in _names(k) if name not in scatters[0] + scatters[1])
+
+    def add(product: jax.Array) -> jax.Array:
+        product = product.astype(dtype) if _names(k) else product
+        for dimension, names in enumerate(scatters):
+            if names:
+                product = lax.psum_scatter(product, names, scatter_dimension=dimension, tiled=True)
+        return lax.psum(product, left) if left else product
+
+    return add
 
 
 def _names(axis: AxisName) -> tuple[str, ...]:
