@@ -58,8 +58,8 @@ def quantized_dot_general(
     gradient: it holds this call's maxima in [:, :, 0] and zeros elsewhere (see `roll_history`). A recipe that is plain
     everywhere is lax.dot_general itself, unless partition.reduce is set. impl: see `ops.matmul.choose`, which says for each
     GEMM what runs. residuals: what the backward keeps of x and w, "operands" as they are, or "packed": the codes and scales
-    that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies. shared: a dict that several
-    dots of the same lhs are given, so that they keep one packed copy of it (where no random bits are drawn for it).
+    that wgrad and dgrad multiply, where these are quantized, named "fp4_residual" for remat policies. shared: a dict that
+    several dots of the same lhs are given, so that they keep one packed copy of it (where no random bits are drawn for it).
     partition: how a mesh splits the layer, needed by kernels on several devices, by all where time is split, and to sum dw in a
     dtype of its own; otherwise XLA partitions what is no kernel. sums: `stats.zeros()`, to measure: its cotangent holds what
     the casts and GEMMs of this call did. Without it nothing is computed for that.

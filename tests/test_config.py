@@ -414,9 +414,9 @@ def test_the_workdir_of_other_data(prepared, tmp_path):
 
 def test_the_dtype_of_the_sum_of_gradients_is_one_of_three_and_stays(prepared):
     corpus, workdir = prepared
-    with pytest.raises(InputError, match="train.grad_reduce_dtype='float16' is not one of auto, float32, bfloat16"):
+    with pytest.raises(InputError, match=r"grad_reduce_dtype='float16' is not one of auto, float32, bfloat16"):
         settings(corpus, train__grad_reduce_dtype="float16")
-    with pytest.raises(InputError, match="belongs to another run.*train.grad_reduce_dtype: auto → float32"):
+    with pytest.raises(InputError, match=r"belongs to another run.*grad_reduce_dtype: auto → float32"):
         loop.prepare(settings(corpus, train__grad_reduce_dtype="float32"), workdir)
 
 
