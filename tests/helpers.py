@@ -181,7 +181,8 @@ _programs = {}
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per kind of state, seed and mesh."""
     histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
-    kind = run_settings.optimizer.name, run_settings.optimizer.ema_decay > 0
+    window = run_settings.train.skip_spikes and run_settings.train.spike_window
+    kind = run_settings.optimizer.name, run_settings.optimizer.ema_decay > 0, window
     key = run_settings.model, run_settings.train.seed, mesh, tuple(sorted(histories)), kind
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
@@ -201,6 +202,8 @@ def share_programs(monkeypatch):
                 s.train.seed,
                 s.train.accumulation,
                 s.train.grad_reduce_dtype,
+                s.train.skip_spikes,
+                s.train.spike_window,
                 mesh,
                 *options.items(),
             )

@@ -9,6 +9,7 @@ import shutil
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import NoStop, leaves, rows, settings, snapshot, train, write_corpus
@@ -235,6 +236,8 @@ def test_a_poisoned_step_stops_the_run_and_is_not_saved(saved, tmp_path, monkeyp
 class Infinite:
     """Wraps a train step; at some steps it starts from weights so large that loss and gradient overflow."""
 
+    factor = 1e30
+
     def __init__(self, real, at):
         self.real, self.at = real, at
 
@@ -242,7 +245,7 @@ class Infinite:
         if int(state.step) + 1 not in self.at:
             return self.real(state, batch)
         before = jax.tree.map(np.asarray, state)
-        large = jax.tree.map(lambda x: x * 1e30, state.params)
+        large = jax.tree.map(lambda x: x * self.factor, state.params)
         places = jax.tree.map(lambda x: x.sharding, state.params)
         bad, figures = self.real(state._replace(params=large), batch)
         for name in ("opt_state", "history"):  # what the real step keeps of a bad one
@@ -273,6 +276,53 @@ def test_a_poisoned_validation_loss_stops_the_run(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(step, "validation_loss", lambda *_: float("nan"))
     with pytest.raises(loop.GuardError, match="step 2: validation loss is nan"):
         train(s, tmp_path / "run")
+
+
+def test_spikes_are_left_out_and_the_run_resumes_with_what_it_has_seen(saved, tmp_path, monkeypatch, caplog):
+    """A step of which the gradient is that of weights three times as large, after a window of calm ones."""
+    s, _ = saved
+    changes = {"steps": 9, "eval_every": 0, "checkpoint_every": 1, "skip_spikes": 6.0, "spike_window": 8}
+    s = dataclasses.replace(s, train=dataclasses.replace(s.train, **changes))
+    real = step.make_train_step
+
+    class Spike(Infinite):
+        factor = 3.0
+
+    monkeypatch.setattr(step, "make_train_step", lambda *a: Spike(real(*a), {7}))
+    assert train(s, tmp_path / "run").step == 9
+    found = rows(tmp_path / "run")
+    assert [r["step"] for r in found if "spike" in r] == [7]
+    assert [r["step"] for r in found if "train_loss" in r] == list(range(1, 10))
+    assert sum("step 7 skipped as a spike" in r.getMessage() for r in caplog.records) == 1
+    rates = optimizer.learning_rate(s.optimizer)
+    assert found[7]["lr"] == float(np.float32(rates(6)))
+    for stop in (4, 6, 7):
+        path = tmp_path / "stopped" / "metrics.jsonl"
+        train(s, tmp_path / "stopped", NoStop(lambda n=stop, p=path: p.exists() and len(rows(p.parent)) >= n))
+    train(s, tmp_path / "stopped")
+    assert rows(tmp_path / "stopped") == found
+
+
+def test_what_is_a_spike():
+    """Against numpy: both figures, the window's turn, and that a spike is remembered while what is not finite is not."""
+    draw, width = np.random.default_rng(0), 8
+    recent = {"train_loss": jnp.zeros(width), "grad_norm": jnp.zeros(width), "count": jnp.int32(0)}
+    seen, spikes = [], []
+    for at in range(40):
+        loss, norm = 3 + 0.1 * draw.normal(), 1 + 0.1 * draw.normal()
+        loss, norm = loss + (at in (2, 20, 21)), norm + (at in (30, 31, 32, 33))
+        if at == 25:
+            loss = np.nan
+        window = np.array(seen[-width:], np.float64)
+        expected = False
+        if len(seen) >= width // 2 and np.isfinite(loss):
+            expected = bool(((loss, norm) > window.mean(0) + 4 * window.std(0)).any())
+        figures = {"train_loss": jnp.float32(loss), "grad_norm": jnp.float32(norm)}
+        spike, recent = step.is_spike(figures, recent, 4.0)
+        assert bool(spike) == expected, at
+        spikes += [at] if expected else []
+        seen += [(loss, norm)] if np.isfinite(loss) else []
+    assert spikes == [20, 30]
 
 
 # ---- Stopping ----

@@ -20,6 +20,7 @@ from train import processes
 from train.errors import InputError
 from train.step import TrainState, checksum
 
+OPTIONAL = ("ema", "recent")
 VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
@@ -61,7 +62,7 @@ class Checkpoints:
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
             except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
                 raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
-        state = TrainState(**{"ema": {}} | parts)
+        state = TrainState(**{name: {} for name in OPTIONAL} | parts)
         if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         if run["state_checksum"] != int(checksum(state)):
@@ -88,11 +89,11 @@ class Checkpoints:
 
 
 def _item(state: TrainState) -> dict[str, Any]:
-    """Return what is stored of a state: without an average that is empty, which versions before it do not have.
+    """Return what is stored of a state: without its optional parts where they are empty, which older versions do not have.
 
     Orbax stores an empty dict as a node of the tree, and refuses to restore a tree that has one more.
     """
-    return {name: part for name, part in state._asdict().items() if name != "ema" or part}
+    return {name: part for name, part in state._asdict().items() if name not in OPTIONAL or part}
 
 
 class _DrainedLoop(asyncio.SelectorEventLoop):

@@ -60,8 +60,10 @@ class TrainConfig:
       eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
       target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
       skip_nonfinite: so many steps in a row whose loss or gradient is not finite are left out, counted in the step but with
-        the state unchanged, before the run stops. seed: initial weights, data order and random bits. log_every: steps between
-        log lines without a terminal.
+        the state unchanged, before the run stops.
+      skip_spikes: leave out a step whose loss or gradient norm lies more than so many standard deviations above the mean of the
+        last spike_window steps, once half of them were seen; 0 means never. OLMo-core's SkipStepOptimizer takes 6 and 128.
+      seed: initial weights, data order and random bits. log_every: steps between log lines without a terminal.
     """
 
     steps: int = 1000
@@ -75,6 +77,8 @@ class TrainConfig:
     keep_every: int = 0
     target_loss: float = 0.0
     skip_nonfinite: int = 0
+    skip_spikes: float = 0.0
+    spike_window: int = 128
     seed: int = 0
     log_every: int = 50
 
@@ -87,6 +91,8 @@ class TrainConfig:
                 math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))
             ):
                 raise InputError(f"train.{name}={value} is out of range")
+        if self.spike_window < 4:
+            raise InputError(f"train.spike_window={self.spike_window} is below 4")
         if self.seed >= 2**32:  # jax.random.key would drop the upper bits
             raise InputError(f"train.seed={self.seed} is not below 2^32")
         if self.batch_size % self.accumulation:

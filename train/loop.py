@@ -306,7 +306,7 @@ class Run:
 
     def _report(self, done: int, figures: dict[str, jax.Array], clock: float, metrics: Metrics, progress: Progress) -> float:
         """Write the row of one finished step; raises GuardError when it is not finite. Returns the time."""
-        loss, grad_norm, lr = (float(figures[k]) for k in ("train_loss", "grad_norm", "lr"))
+        loss, grad_norm, lr = (float(figures[k]) for k in (*step.WATCHED, "lr"))
         now = time.perf_counter()
         row = {"step": done, "tokens": done * self.tokens_per_step, "train_loss": loss, "grad_norm": grad_norm}
         row.update(lr=lr, tokens_per_s=round(self.tokens_per_step / max(now - clock, 1e-9), 1))
@@ -321,6 +321,9 @@ class Run:
             metrics.write({"step": done, "tokens": row["tokens"], "skipped": self._skipped})
             return now
         self._skipped = 0
+        if figures.get("spike", False):
+            log.warning("step %d skipped as a spike: loss %.4f, gradient norm %.3g", done, loss, grad_norm)
+            row["spike"] = 1
         metrics.write(row)
         progress.update(row)
         return now

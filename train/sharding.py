@@ -205,12 +205,12 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Return the NamedSharding of every leaf of a train state (or of its shapes).
 
-    Scalars, history, seed and the coefficients that Muon keeps in its state are replicated.
+    Scalars, history, seed, recent and the coefficients that Muon keeps in its state are replicated.
     """
 
     def place(path, leaf):
         keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
-        if leaf.ndim == 0 or keys[0] in ("history", "seed") or keys[-1] == "ns_coeffs":
+        if leaf.ndim == 0 or keys[0] in ("history", "seed", "recent") or keys[-1] == "ns_coeffs":
             return NamedSharding(mesh, PartitionSpec())
         axes = PARAM_AXES["/".join(keys[-2:])]
         return NamedSharding(mesh, spec(mesh, *(None,) * (leaf.ndim - len(axes)), *axes))

@@ -24,6 +24,8 @@ from models import llama
 from train import data, optimizer, sharding
 from train.config import Settings
 
+WATCHED = ("train_loss", "grad_norm")  # for what is not finite, and for spikes
+
 
 class TrainState(NamedTuple):
     """All arrays of a run.
@@ -31,7 +33,8 @@ class TrainState(NamedTuple):
     params, opt_state: float32. step: int32, the number of optimizer steps done. history: {path: float32 [L, 3, 2, 4]}, the
     maxima of delayed scaling (`fp4jax.numerics.Context`), empty when no phase of the run has it. seed: uint32[2], what random
     bits are drawn from; in the state, so that runs which differ in their seed only are one program. ema: the average of the
-    params (`optimizer.average`), the initial ones before the first update; {} without optimizer.ema_decay.
+    params (`optimizer.average`), the initial ones before the first update; {} without optimizer.ema_decay. recent: of the
+    last W = train.spike_window steps train_loss and grad_norm, float32 [W], and count, int32; {} without train.skip_spikes.
     """
 
     params: Any
@@ -40,6 +43,7 @@ class TrainState(NamedTuple):
     history: dict[str, jax.Array]
     seed: jax.Array
     ema: Any
+    recent: dict[str, jax.Array]
 
 
 def init_state(settings: Settings, mesh: Mesh) -> TrainState:
@@ -75,7 +79,10 @@ def _init_and_shardings(settings: Settings, mesh: Mesh):
         for phase in settings.phases():
             history |= phase.numerics.init_history(llama.LINEAR_PATHS)
         ema = params if settings.optimizer.ema_decay else {}
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed), ema)
+        recent = {}
+        if settings.train.skip_spikes:
+            recent = {name: jnp.zeros(settings.train.spike_window) for name in WATCHED} | {"count": jnp.zeros((), jnp.int32)}
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), history, jnp.asarray(seed), ema, recent)
 
     return init, sharding.state_shardings(mesh, jax.eval_shape(init, bits.seed_words(0)))
 
@@ -163,8 +170,8 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     """Return the jitted, donating step: (state, tokens_BT1 int32) → (state, metrics).
 
     The gradient is that of `make_gradient`, keyed by (seed, step); delayed scaling rolls its history once per step. metrics:
-    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars. A step of which either of the first two
-    is not finite changes nothing but the number of steps.
+    train_loss (nats per token), grad_norm (before clipping), lr, all float32 scalars, and with train.skip_spikes spike, bool. A
+    step of which either of the first two is not finite, or a spike, changes nothing but the number of steps and `recent`.
     """
     tx = optimizer.make_optimizer(settings.optimizer)
     schedule = optimizer.learning_rate(settings.optimizer)
@@ -180,9 +187,13 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         history = jax.tree.map(roll_history, state.history, maxima)
         decay = settings.optimizer.ema_decay
         ema = optimizer.average(state.ema, params, updates_done + 1, decay) if decay else {}
-        new = TrainState(params, opt_state, state.step + 1, history, state.seed, ema)
-        finite = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state._replace(step=state.step + 1)), metrics
+        new = TrainState(params, opt_state, state.step + 1, history, state.seed, ema, state.recent)
+        good = jnp.isfinite(metrics["train_loss"]) & jnp.isfinite(metrics["grad_norm"])
+        if settings.train.skip_spikes:
+            metrics["spike"], recent = is_spike(metrics, state.recent, settings.train.skip_spikes)
+            good &= ~metrics["spike"]
+            state, new = state._replace(recent=recent), new._replace(recent=recent)
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state._replace(step=state.step + 1)), metrics
 
     shardings = state_shardings(settings, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -192,6 +203,26 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
         out_shardings=(shardings, replicated),
         donate_argnums=0,
     )
+
+
+def is_spike(
+    figures: dict[str, jax.Array], recent: dict[str, jax.Array], sigmas: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return whether a loss or gradient norm is above mean + sigmas · standard deviation of `recent`, and what follows `recent`.
+
+    Never before half of the window is filled. A spike enters `recent` too, so that a lasting change is soon none; what is not
+    finite does not.
+    """
+    count, width = recent["count"], recent[WATCHED[0]].shape[0]
+    seen = jnp.arange(width) < count
+    spike, new = jnp.array(False), {}
+    for name in WATCHED:
+        mean = jnp.mean(recent[name], where=seen)
+        spike |= figures[name] > mean + sigmas * jnp.std(recent[name], where=seen)
+        new[name] = recent[name].at[count % width].set(figures[name])
+    finite = jnp.all(jnp.stack([jnp.isfinite(figures[name]) for name in WATCHED]))
+    new = {name: jnp.where(finite, values, recent[name]) for name, values in new.items()}
+    return finite & spike & (count >= width // 2), new | {"count": count + finite}
 
 
 def state_shardings(settings: Settings, mesh: Mesh) -> TrainState:
