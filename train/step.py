@@ -208,7 +208,7 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
 def is_spike(
     figures: dict[str, jax.Array], recent: dict[str, jax.Array], sigmas: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return whether a loss or gradient norm is above mean + sigmas · standard deviation of `recent`, and what follows `recent`.
+    """Return whether a loss or gradient norm exceeds mean + sigmas · standard deviation of `recent`, and what follows `recent`.
 
     Never before half of the window is filled. A spike enters `recent` too, so that a lasting change is soon none; what is not
     finite does not.
