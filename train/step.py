@@ -45,7 +45,7 @@ def init_state(settings: Settings, mesh: Mesh) -> TrainState:
     return _init_program(_without_seed(settings), mesh)(bits.seed_words(settings.train.seed))
 
 
-def abstract_state(settings: Settings, mesh: Mesh) -> TrainState:
+def abstract_state(settings: Settings, mesh: sharding.AnyMesh) -> TrainState:
     """Return the state's shapes, dtypes and shardings without allocating anything."""
     init, shardings = _init_and_shardings(settings, mesh)
     shapes = jax.eval_shape(init, bits.seed_words(0))
@@ -63,7 +63,7 @@ def _init_program(settings: Settings, mesh: Mesh) -> Callable[[np.ndarray], Trai
     return jax.jit(init, out_shardings=shardings)
 
 
-def _init_and_shardings(settings: Settings, mesh: Mesh):
+def _init_and_shardings(settings: Settings, mesh: sharding.AnyMesh):
     model = llama.Llama(settings.model)
     tx = optimizer.make_optimizer(settings.optimizer)
 
@@ -185,7 +185,7 @@ def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[Train
     )
 
 
-def state_shardings(settings: Settings, mesh: Mesh) -> TrainState:
+def state_shardings(settings: Settings, mesh: sharding.AnyMesh) -> TrainState:
     """Return the sharding of every array of the state."""
     return _init_and_shardings(settings, mesh)[1]
 
