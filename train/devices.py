@@ -1,10 +1,10 @@
 """Data-sheet numbers of the GPUs that a plan can be made for: dense matrix rates, memory, links. None was measured here.
 
-Sources. mi355x: AMD Instinct MI355X data sheet (FP8: 8 192 FLOP per clock and unit, 256 units · 2.4 GHz = 5.03e15; MXFP4 twice that,
-BF16 half), 8 TB/s, Infinity Fabric 7 × 153.6 GB/s in both directions together. mi300x: AMD Instinct MI300X data sheet, 7 × 128
-GB/s. b200: NVIDIA HGX B200 data sheet (sparse rates halved), NVLink 5 1.8 TB/s in both directions together. h100, h200: NVIDIA
-H100 SXM and H200 SXM data sheets (sparse rates halved), NVLink 4 900 GB/s. A GB is 10⁹ bytes, the smaller reading. Links are
-those within one node; between nodes they are slower, which is not modelled.
+Sources. mi355x: AMD Instinct MI355X data sheet (FP8: 8 192 FLOP per clock and unit · 256 units · 2.4 GHz; MXFP4 twice,
+BF16 half of it), 8 TB/s, Infinity Fabric 7 × 153.6 GB/s in both directions together. mi300x: AMD Instinct MI300X data sheet,
+7 × 128 GB/s. b200: NVIDIA HGX B200 data sheet (sparse rates halved), NVLink 5 1.8 TB/s in both directions together. h100 and
+h200: NVIDIA H100 SXM and H200 SXM data sheets (sparse rates halved), NVLink 4 900 GB/s. A GB is 10⁹ bytes, the smaller
+reading. Links are those within one node; between nodes they are slower, which is not modelled.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fp4jax import stats
-from train import config, data, diagnosis, sharding, step
+from train import config, data, diagnosis, memory, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
@@ -61,6 +61,7 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     microbatch = settings.train.batch_size // settings.train.accumulation
     for phase in settings.phases():
         sharding.check(mesh, settings.model, phase.numerics, microbatch=microbatch, seq_len=settings.data.seq_len)
+        memory.check_fits(phase, mesh, memory.bytes_limit())
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:

@@ -119,32 +119,31 @@ def _recipes(settings: Settings, path: str) -> list[Recipe]:
     return [recipe for recipe, _, _ in settings.numerics.recipes_of(path, ...)]
 
 
-def kept_inputs(settings: Settings, s: Local) -> tuple[float, float]:
+def kept_operands(settings: Settings, s: Local, remat: str) -> tuple[float, float]:
     """Return (bytes of the inputs of a block's linear layers that the backward pass keeps, bytes of its kept weights).
 
     A plain layer keeps the array it reads, in common with others; a quantized one a flattened copy, which no other shares,
     or, packed, the codes and scales of wgrad's operand, shared unless they are drawn. Of the weights a plain or unpacked layer
-    keeps a copy only where it computes in less than float32, a packed one dgrad's codes, where kernels run sharded as at rest.
+    keeps a copy only where it computes in less than float32, a packed one dgrad's codes. remat="packed": packed ones alone.
     """
     inputs, weights = 0.0, 0.0
     for paths in INPUTS.values():
         width = s.linears[paths[0]][0]
         shared: set[Any] = set()
-        for path in paths:
+        for path, recipe in [(p, r) for p in paths for r in _recipes(settings, p)]:
             k, n = s.linears[path]
-            for recipe in _recipes(settings, path):
-                packed = settings.numerics.residuals == "packed" and not recipe.is_plain
-                lhs, rhs = recipe.wgrad.lhs, recipe.dgrad.rhs
-                if packed and lhs.element is not None:
-                    drawn = lhs.draws or recipe.wgrad.rotation.draws
-                    what: Any = (path, lhs) if drawn else (lhs, recipe.wgrad.rotation)
-                    inputs += 0 if what in shared else s.M * width * element_bytes(lhs, s.c)
-                else:
-                    what = "itself" if recipe.is_plain else (path, recipe)
-                    inputs += 0 if what in shared else s.M * width * s.c
-                shared.add(what)
-                whole = element_bytes(rhs, s.c) if packed and rhs.element is not None else s.c if s.c < 4 else 0
-                weights += k * n * whole
+            lhs, rhs = recipe.wgrad.lhs, recipe.dgrad.rhs
+            packs = [settings.numerics.residuals == "packed" and operand.element is not None for operand in (lhs, rhs)]
+            what: Any = "itself" if recipe.is_plain else (path, recipe)
+            if packs[0]:
+                what = (path if lhs.draws or recipe.wgrad.rotation.draws else "", lhs, recipe.wgrad.rotation)
+            if what not in shared and (packs[0] or remat != "packed"):
+                inputs += s.M * width * (element_bytes(lhs, s.c) if packs[0] else s.c)
+            shared.add(what)
+            if packs[1]:
+                weights += k * n * element_bytes(rhs, s.c)
+            elif remat != "packed" and s.c < 4:
+                weights += k * n * s.c
     return inputs, weights
 
 
@@ -162,7 +161,7 @@ def attention_bytes(settings: Settings, s: Local) -> tuple[int, int]:
 
 def saved_lines(settings: Settings, s: Local, remat: str) -> list[Line]:
     """Return what one block keeps for its backward pass under a remat policy, in bytes of one microbatch."""
-    inputs, weights = (round(x) for x in kept_inputs(settings, s))
+    inputs, weights = (round(x) for x in kept_operands(settings, s, remat))
     q, kv = s.N * s.H, s.K * s.H
     entry = Line("block input", s.M * s.D * s.c, "c·M·D")
     packed = [Line("packed inputs", inputs, "(bits/8 + scale)·M·(D + N·H + D + F), shared by q, k, v and by gate, up")]
@@ -253,6 +252,11 @@ def block_lines(settings: Settings, s: Local) -> list[Line]:
     ]
 
 
+def bytes_limit() -> int | None:
+    """Return the bytes that one device here lets a program use, None where that is not known, as on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
 def check_fits(settings: Settings, mesh: sharding.AnyMesh, bytes_limit: float | None) -> None:
     """Raise InputError when a device of so many bytes cannot hold the train step; None: not known, nothing is checked.
 
@@ -272,5 +276,7 @@ def check_fits(settings: Settings, mesh: sharding.AnyMesh, bytes_limit: float | 
 
 
 def gib(size: float) -> str:
-    """Return a size in GiB."""
-    return f"{size / 2**30:.3g} GiB"
+    """Return a size in GiB, a small one in MiB or bytes."""
+    if size < 2**20:
+        return f"{size:.0f} B"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

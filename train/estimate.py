@@ -1,0 +1,240 @@
+"""What one optimizer step costs on one device: products, traffic of its memory, collectives, and the shortest time for them.
+
+Counted from the config as the program computes: every linear layer's fprop, dgrad and wgrad, what rematerialisation computes
+again, attention over all pairs of positions (dot_product) or over the blocks up to the diagonal (blockwise). Traffic is a lower
+bound: operands read once at their formats, products and casts written once, nothing read twice for lack of cache.
+
+    seconds = max(Σ over kernels max(FLOPs / (rate · efficiency), bytes / bandwidth), bytes sent / links)
+
+A kernel overlaps its products with its traffic; kernels of one GPU run one after another, so they add up; collectives use other
+hardware and can hide behind all of them. The efficiency is assumed, the same for all products; nothing is fitted.
+Shape key: that of train.memory; A microbatches, P parameters of this device.
+"""
+
+import dataclasses
+from typing import Any
+
+from fp4jax.recipe import GEMMS, OPERANDS, GemmSpec, OperandSpec, Recipe
+from models.llama import num_params
+from train import memory, sharding
+from train.config import Settings
+from train.devices import Device
+from train.memory import Line, Local
+
+RECOMPUTED = {"none": (), "full": ("q", "k", "v", "o", "gate", "up"), "dots": (), "packed": ("q", "k", "v", "o", "gate", "up")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Work that runs alone on a device, summed over a step. kind: the format of its products, "" for none."""
+
+    name: str
+    kind: str
+    flops: float
+    bytes: float
+    formula: str
+
+    def seconds(self, device: Device, efficiency: float) -> float:
+        rate = device.rates[device.unit(self.kind)] if self.kind else 1.0
+        return max(self.flops / (rate * efficiency), self.bytes / device.bandwidth)
+
+
+def kernels(settings: Settings, mesh: sharding.AnyMesh) -> list[Kernel]:
+    """Return everything that one step runs on one device."""
+    s = memory.local(settings, mesh)
+    linear = [kernel for path in s.linears for kernel in _linear(settings, s, path)]
+    return [*linear, *_head(settings, s), _attention(settings, s), _elementwise(settings, s), _optimizer(settings, mesh)]
+
+
+def _kind(spec: GemmSpec) -> str:
+    """Return the format of a product: that of its wider operand."""
+    bits = max(16 if o.element is None else o.element.bits for o in (spec.lhs, spec.rhs))
+    return {4: "fp4", 8: "fp8"}.get(bits, "bf16")
+
+
+def fprops(settings: Settings, path: str) -> int:
+    """Return how often a step multiplies fprop of one layer of a block: again where its product is not kept but needed."""
+    return 1 + (path.split("/")[-1] in RECOMPUTED[settings.model.remat])
+
+
+def _linear(settings: Settings, s: Local, path: str) -> list[Kernel]:
+    """Return the three GEMMs of one linear layer of all blocks, and the casts of their operands."""
+    k, n = s.linears[path]
+    out = []
+    for recipe, _, layers in settings.numerics.recipes_of(path, ...):
+        times = settings.train.accumulation * len(layers)
+        out += _gemms(recipe, path, (s.M, k, n), s.c, times, fprops(settings, path))
+        reader = next(paths for paths in memory.INPUTS.values() if path in paths)
+        shares = len([p for p in reader if recipe in [r for r, _, _ in settings.numerics.recipes_of(p, ...)]])
+        out += _casts(recipe, path, (s.M * k / shares, k * n / s.fsdp, s.M * n), s.c, times, fprops(settings, path))
+    return out
+
+
+def _gemms(recipe: Recipe, path: str, mkn: tuple[int, int, int], c: int, times: int, forwards: int) -> list[Kernel]:
+    m, k, n = mkn
+    elements = {"x": m * k, "w": k * n, "dy": m * n}
+    products = {"fprop": m * n, "dgrad": m * k, "wgrad": k * n}
+    out = []
+    for gemm in GEMMS:
+        spec: GemmSpec = getattr(recipe, gemm)
+        read = sum(
+            elements[name] * memory.element_bytes(operand, c)
+            for name, operand in zip(OPERANDS[gemm], (spec.lhs, spec.rhs), strict=True)
+        )
+        written = products[gemm] * (4 if gemm == "wgrad" else c)
+        runs = times * (forwards if gemm == "fprop" else 1)
+        what = "A·L·2·M·K·N" + (", and once more under remat" if runs > times else "")
+        out.append(Kernel(f"{path} {gemm}", _kind(spec), runs * 2.0 * m * k * n, runs * (read + written), what))
+    return out
+
+
+def _casts(recipe: Recipe, path: str, xwdy: tuple[float, float, float], c: int, times: int, forwards: int) -> list[Kernel]:
+    """Return the casts of x, w and dy: one read for both GEMMs that an operand goes to, another for a scale of the tensor."""
+    total = 0.0
+    for name, elements in zip(("x", "w", "dy"), xwdy, strict=True):
+        casts = [
+            (operand, spec.rotation, gemm)
+            for gemm in GEMMS
+            for spec in (getattr(recipe, gemm),)
+            for where, operand in zip(OPERANDS[gemm], (spec.lhs, spec.rhs), strict=True)
+            if where == name and operand.element is not None
+        ]
+        total += elements * _cast_bytes(casts, 4 if name == "w" else c)
+        if name != "dy" and forwards > 1:
+            total += elements * _cast_bytes([cast for cast in casts if cast[2] == "fprop"], 4 if name == "w" else c)
+    what = "A·L·Σ over x, w, dy: elements · (c or 4 read + bits/8 + scale written per cast)"
+    return [Kernel(f"{path} casts", "", 0.0, times * total, what)] if total else []
+
+
+def _cast_bytes(casts: list[tuple[OperandSpec, Any, str]], read: int) -> float:
+    """Return the bytes per element of an operand's casts; one with a single scale and no rotation serves both GEMMs."""
+    if not casts:
+        return 0.0
+    distinct = {(o, rotation, gemm if o.block or rotation.size else "") for o, rotation, gemm in casts}
+    of_tensor = any(
+        (o.scale_rule == "amax" and not o.block) or (o.scale == "e4m3" and o.scale_rule != "single_level") for o, _, _ in casts
+    )
+    return read * (1 + of_tensor) + sum(memory.element_bytes(o, 0) for o, _, _ in distinct)
+
+
+def _head(settings: Settings, s: Local) -> list[Kernel]:
+    recipe, _ = settings.numerics.recipe_for("lm_head", None)
+    times, forwards = settings.train.accumulation, 1 + bool(settings.model.loss_chunk)
+    gemms = _gemms(recipe, "lm_head", (s.M, s.D, s.V), s.c, times, forwards)
+    loss = Kernel("loss", "", 0.0, times * s.M * s.V * (3 * 4 + s.c), "A·M·V·(3·4 + c): logits written, read twice, gradient")
+    return [*gemms, *_casts(recipe, "lm_head", (s.M * s.D, s.D * s.V / s.fsdp, s.M * s.V), s.c, times, forwards), loss]
+
+
+def attention_passes(settings: Settings) -> int:
+    """Return how often a step goes through q·kᵀ and p·v: 1 forward, 2 backward, 1 for each recomputation around them."""
+    return 3 + (settings.model.remat != "none") + (settings.model.attention == "blockwise")
+
+
+def _attention(settings: Settings, s: Local) -> Kernel:
+    block, passes = settings.model.attention_block, attention_passes(settings)
+    pairs, what = 1.0, "all pairs"
+    if block:  # the last piece of a context axis has the most keys to see
+        blocks, own = s.U // block, s.U // s.context // block
+        pairs, what = (2 * blocks - own + 1) / (2 * blocks), f"{(2 * blocks - own + 1) / (2 * blocks):.3f} of all pairs"
+    times = settings.train.accumulation * s.L * passes
+    flops = times * pairs * 2 * 2 * s.M * s.U * s.N * s.H
+    moved = times * s.c * s.H * (2 * s.M * s.N + 2 * s.M * s.context * s.K)
+    return Kernel("attention", "bf16", flops, moved, f"A·L·{passes} passes·4·M·U·N·H, {what}")
+
+
+def _elementwise(settings: Settings, s: Local) -> Kernel:
+    passes = 3 + (settings.model.remat != "none")
+    moved = settings.train.accumulation * s.L * passes * s.c * s.M * (8 * s.D + 3 * s.F + 2 * (s.N + s.K) * s.H)
+    what = f"A·L·{passes} passes·c·M·(8·D + 3·F + 2·(N + K)·H): norms, sums, SwiGLU, rotary angles"
+    return Kernel("elementwise", "", 0.0, moved, what)
+
+
+def _optimizer(settings: Settings, mesh: sharding.AnyMesh) -> Kernel:
+    parameters = memory.total(memory.state_lines(settings, mesh)[:1]) / 4
+    what = "32·P: weight, moments, gradient read, three written, gradient read for its norm"
+    return Kernel("optimizer", "", 0.0, 32.0 * parameters, what)
+
+
+def flops(settings: Settings, mesh: sharding.AnyMesh) -> dict[str, float]:
+    """Return the FLOPs of a step on one device by the format of the product."""
+    out: dict[str, float] = {}
+    for kernel in kernels(settings, mesh):
+        if kernel.kind:
+            out[kernel.kind] = out.get(kernel.kind, 0.0) + kernel.flops
+    return out
+
+
+def model_flops(settings: Settings, mesh: sharding.AnyMesh) -> float:
+    """Return 6 · parameters · tokens of a step, per device."""
+    return 6.0 * num_params(settings.model) * settings.train.batch_size * settings.data.seq_len / mesh.size
+
+
+def collectives(settings: Settings, mesh: sharding.AnyMesh, *, fp4_kernels: bool) -> list[Line]:
+    """Return the bytes that one device sends per step, by collective, in rings: (n − 1)/n of the whole, twice for a sum.
+
+    fp4_kernels: weights of FP4 products travel as codes and scales; otherwise in the compute dtype.
+    """
+    s, accumulation = memory.local(settings, mesh), settings.train.accumulation
+    ring = {axis: (size - 1) / size for axis, size in mesh.shape.items()}
+    params = memory.total(memory.state_lines(settings, mesh)[:1])
+    replicas = mesh.shape["data"] * mesh.shape["context"]
+    embedding = 0 if settings.model.tie_embeddings else s.D * s.V
+    gathered = sum(_gathered(settings, s, path, fp4_kernels) for path in s.linears)
+    head = 2 * s.c * s.D * s.V + 4 * embedding
+    recomputed = settings.model.remat in ("full", "packed")
+    width = s.c if all(r.is_plain for p in ("attn/o", "mlp/down") for r, _, _ in settings.numerics.recipes_of(p, ...)) else 4
+    sums = s.L * (4 + recomputed) + 1
+    kv = 2 * s.K * s.H * s.M * s.context * s.c * s.L * (2 + (settings.model.remat != "none"))
+    lines = [
+        Line(
+            "all-gather weights (fsdp)",
+            accumulation * ring["fsdp"] * (s.L * gathered + head),
+            "A·(n−1)/n·b·(L·W + head), per pass",
+        ),
+        Line("reduce-scatter gradients (fsdp)", accumulation * ring["fsdp"] * params * s.fsdp, "A·(n−1)/n·4 B·P·n"),
+        Line(
+            "all-reduce gradients (data · context)", accumulation * 2 * (replicas - 1) / replicas * params, "A·2·(n−1)/n·4 B·P"
+        ),
+        Line(
+            "all-reduce activations (tensor)",
+            accumulation * 2 * ring["tensor"] * sums * s.M * s.D * width,
+            "A·2·(n−1)/n·b·M·D·(4 or 5 per block + 1)",
+        ),
+        Line("all-gather keys and values (context)", accumulation * ring["context"] * kv, "A·L·(n−1)/n·2·c·K·H·M·n, per pass"),
+    ]
+    return [dataclasses.replace(line, value=round(line.value)) for line in lines if line.value]
+
+
+def _gathered(settings: Settings, s: Local, path: str, fp4_kernels: bool) -> float:
+    """Return the bytes of one layer's weights that a block gathers in a step: for fprop, its recomputation and dgrad."""
+    k, n = s.linears[path]
+    choices = settings.numerics.recipes_of(path, ...)
+    total = 0.0
+    for recipe, _, layers in choices:
+        share = len(layers) / s.L
+        for gemm, times in (("fprop", fprops(settings, path)), ("dgrad", 1)):
+            codes = fp4_kernels and _kind(getattr(recipe, gemm)) == "fp4"
+            if codes:
+                total += share * times * k * n * memory.element_bytes(getattr(recipe, gemm).rhs, s.c)
+            else:  # a recomputation in the backward pass shares dgrad's
+                total += share * k * n * s.c
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """The shortest time of a step: on the chip and on the links, in seconds; the longer one counts."""
+
+    chip: float
+    links: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.chip, self.links)
+
+
+def time(settings: Settings, mesh: sharding.AnyMesh, device: Device, efficiency: float) -> Time:
+    """Return the shortest time of one step at an assumed efficiency of all products."""
+    chip = sum(kernel.seconds(device, efficiency) for kernel in kernels(settings, mesh))
+    sent = memory.total(collectives(settings, mesh, fp4_kernels="fp4" in device.rates))
+    return Time(chip, sent / device.links)
