@@ -7,6 +7,7 @@ import collections
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,9 @@ def compiled(s):
 @pytest.mark.parametrize("name", EXACT)
 def test_arguments_and_results_are_those_of_the_compiled_step(name):
     mesh, analysis = compiled(EXACT[name])
-    assert memory.total(memory.state_lines(EXACT[name], mesh)) == analysis.argument_size_in_bytes
+    parameters, moments, *rest = memory.state_lines(EXACT[name], mesh)
+    assert moments.value == 2 * parameters.value
+    assert memory.total([parameters, moments, *rest]) == analysis.argument_size_in_bytes
     assert memory.output_bytes(EXACT[name], mesh) == analysis.output_size_in_bytes
 
 
@@ -153,22 +156,51 @@ def test_flops_by_format_follow_the_recipe_of_each_block():
     assert flops["bf16"] > 3 * linear
 
 
-def test_collectives_on_small_meshes():
-    s = small()
-    assert estimate.collectives(s, sharding.abstract_mesh(s.mesh, 1), fp4_kernels=True) == []
-    s = small(mesh__fsdp=4)
+def collected(hlo):
+    """Return {kind: bytes of the results} of the collectives of a compiled program, loops run to their end."""
+    name, bodies = "", {}
+    for line in hlo.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{", line):
+            name = "entry" if head.group(1) else head.group(2)
+        bodies.setdefault(name, []).append(line)
+    total = collections.Counter()
+
+    def add(body, times):
+        for line in bodies[body]:
+            if found := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all)(-start)?\(", line):
+                shapes = re.findall(r"f32\[([\d,]*)\]", found.group(1))
+                total[found.group(2)] += times * sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes if shape)
+            if loop := re.search(r' while\(.*body=%?([\w.\-]+).*known_trip_count":\{"n":"(\d+)"', line):
+                add(loop.group(1), times * int(loop.group(2)))
+
+    add("entry", 1)
+    return total
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "data", "tensor"])
+def test_collectives_are_those_of_the_compiled_step(axis):
+    """XLA for CPUs sums a whole gradient where XLA for GPUs scatters it. Norms are left out of the plan: 0.3 % here."""
+    s = small(**{f"mesh__{axis}": 2}, data__seq_len=32, **({} if axis == "fsdp" else {"mesh__fsdp": 1}))
+    mesh, arguments = abstract_arguments(s)
+    found = collected(step.make_train_step(s, mesh).lower(*arguments).compile().as_text())
+    planned = collections.Counter()
+    for line in estimate.collectives(s, mesh, fp4_kernels=True):
+        kind = line.name.split()[0]
+        planned["all-reduce" if kind == "reduce-scatter" else kind] += line.value * (1 if kind == "all-reduce" else 2)
+    assert planned.keys() == found.keys()
+    for kind, size in found.items():
+        assert planned[kind] == pytest.approx(size, rel=0.01), kind
+
+
+def test_weights_of_kernels_travel_as_codes():
+    assert estimate.collectives(small(), sharding.abstract_mesh(small().mesh, 1), fp4_kernels=True) == []
+    s = small("mxfp4", "full", mesh__fsdp=4)
     mesh = sharding.abstract_mesh(s.mesh, 4)
-    gather, scatter = estimate.collectives(s, mesh, fp4_kernels=True)
-    weights, head = 3 * memory.local(s, mesh).W, 64 * 320
-    assert gather.value == 3 / 4 * 4 * (2 * weights + 2 * head + head)
-    norms = 3 / 4 * 4 * (2 * 3 + 1) * 64 * 4  # replicated, so counted as if each device had a quarter of four times as many
-    assert scatter.value == 3 / 4 * 4 * (weights + 2 * head) + norms
-    s = small(mesh__data=2)
-    (reduce,) = estimate.collectives(s, sharding.abstract_mesh(s.mesh, 2), fp4_kernels=True)
-    assert reduce.value == memory.state_lines(s, sharding.abstract_mesh(s.mesh, 2))[0].value
-    mxfp4 = small("mxfp4", mesh__fsdp=4)
-    codes, values = (estimate.collectives(mxfp4, mesh, fp4_kernels=kernels)[0].value for kernels in (True, False))
-    assert values - codes == 3 / 4 * 2 * weights * (4 - 17 / 32)
+    local = memory.local(s, mesh)
+    codes, values = (estimate.collectives(s, mesh, fp4_kernels=kernels)[0].value for kernels in (True, False))
+    again = local.W - 160 * 64  # not down
+    assert values == 3 / 4 * 4 * (3 * 2 * local.W + 64 * 320)
+    assert codes == 3 / 4 * (3 * (2 * local.W + again) * 17 / 32 + 4 * 64 * 320)
 
 
 def test_time_adds_up_kernels_and_hides_the_links():
@@ -210,7 +242,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=rf"{needed:,} bytes.*{needed - 1:,} bytes.*most of it: \w+"):
         memory.check_fits(s, mesh, needed - 1)
     monkeypatch.setattr(memory, "bytes_limit", lambda: 1000)
-    with pytest.raises(InputError, match="1000 B|1,000 bytes"):
+    with pytest.raises(InputError, match=r"1,000 bytes"):
         loop.prepare(s, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -228,7 +260,7 @@ def test_the_entry_point_prints_tables_and_one_object():
     text = "\n".join(err)
     for expected in (
         "h200 has no FP4 unit",
-        "block input",
+        "norms",
         "attn/q wgrad",
         "all-gather weights",
         "6·parameters·tokens",

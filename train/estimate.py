@@ -172,53 +172,52 @@ def model_flops(settings: Settings, mesh: sharding.AnyMesh) -> float:
 def collectives(settings: Settings, mesh: sharding.AnyMesh, *, fp4_kernels: bool) -> list[Line]:
     """Return the bytes that one device sends per step, by collective, in rings: (n − 1)/n of the whole, twice for a sum.
 
-    fp4_kernels: weights of FP4 products travel as codes and scales; otherwise in the compute dtype.
+    They are those of the compiled step, where a gradient that is kept in pieces counts as scattered: XLA for GPUs makes that
+    of a sum and a slice. fp4_kernels: weights of FP4 products travel as codes and scales, otherwise they travel in FP32.
+    Norms and scalars are left out.
     """
     s, accumulation = memory.local(settings, mesh), settings.train.accumulation
-    ring = {axis: (size - 1) / size for axis, size in mesh.shape.items()}
-    params = memory.total(memory.state_lines(settings, mesh)[:1])
-    replicas = mesh.shape["data"] * mesh.shape["context"]
-    embedding = 0 if settings.model.tie_embeddings else s.D * s.V
-    gathered = sum(_gathered(settings, s, path, fp4_kernels) for path in s.linears)
-    head = 2 * s.c * s.D * s.V + 4 * embedding
-    recomputed = settings.model.remat in ("full", "packed")
-    width = s.c if all(r.is_plain for p in ("attn/o", "mlp/down") for r, _, _ in settings.numerics.recipes_of(p, ...)) else 4
-    sums = s.L * (4 + recomputed) + 1
-    kv = 2 * s.K * s.H * s.M * s.context * s.c * s.L * (2 + (settings.model.remat != "none"))
-    lines = [
-        Line(
-            "all-gather weights (fsdp)",
-            accumulation * ring["fsdp"] * (s.L * gathered + head),
-            "A·(n−1)/n·b·(L·W + head), per pass",
+    fsdp, tensor, context = ((mesh.shape[axis] - 1) / mesh.shape[axis] for axis in ("fsdp", "tensor", "context"))
+    parameters, replicas = memory.state_lines(settings, mesh)[0].value, mesh.shape["data"] * mesh.shape["context"]
+    gathered = accumulation * s.L * sum(_gathered(settings, path, fp4_kernels) * k * n for path, (k, n) in s.linears.items())
+    plain = all(r.is_plain for path in s.linears for r, _, _ in settings.numerics.recipes_of(path, ...))
+    sums = s.L * (7 + (fprops(settings, "attn/o") - 1)) + 2
+    kv = 2 * s.K * s.H * s.M * s.context * s.c * (2 + (settings.model.remat != "none"))
+    sizes = {
+        "all-gather weights (fsdp)": (fsdp * (gathered + 4 * s.D * s.V), "(n−1)/n·(A·L·(b·W per pass) + 4·D·V of the head)"),
+        "all-to-all embeddings (fsdp)": (accumulation * fsdp * 2 * 4 * s.M * s.D, "A·(n−1)/n·2·4·M·D: x and its gradient"),
+        "reduce-scatter gradients (fsdp)": (
+            accumulation * fsdp * 4 * (s.L * s.W + s.D * s.V),
+            "A·(n−1)/n·4·(L·W + D·V)",
         ),
-        Line("reduce-scatter gradients (fsdp)", accumulation * ring["fsdp"] * params * s.fsdp, "A·(n−1)/n·4 B·P·n"),
-        Line(
-            "all-reduce gradients (data · context)", accumulation * 2 * (replicas - 1) / replicas * params, "A·2·(n−1)/n·4 B·P"
+        "all-reduce gradients (data, context)": (
+            accumulation * 2 * (replicas - 1) / replicas * parameters,
+            "A·2·(n−1)/n·4·P",
         ),
-        Line(
-            "all-reduce activations (tensor)",
-            accumulation * 2 * ring["tensor"] * sums * s.M * s.D * width,
-            "A·2·(n−1)/n·b·M·D·(4 or 5 per block + 1)",
+        "all-reduce activations (tensor)": (
+            accumulation * 2 * tensor * sums * s.M * s.D * (s.c if plain else 4),
+            f"A·2·(n−1)/n·b·M·D·{sums}: per block o, down, dx of q, k, v, gate, up; dx of the head, x",
         ),
-        Line("all-gather keys and values (context)", accumulation * ring["context"] * kv, "A·L·(n−1)/n·2·c·K·H·M·n, per pass"),
-    ]
-    return [dataclasses.replace(line, value=round(line.value)) for line in lines if line.value]
+        "all-gather keys and values (context)": (
+            accumulation * s.L * context * kv,
+            "A·L·(n−1)/n·2·c·K·H·M·n, per pass; gradients scattered",
+        ),
+    }
+    return [Line(name, round(size), formula) for name, (size, formula) in sizes.items() if size]
 
 
-def _gathered(settings: Settings, s: Local, path: str, fp4_kernels: bool) -> float:
-    """Return the bytes of one layer's weights that a block gathers in a step: for fprop, its recomputation and dgrad."""
-    k, n = s.linears[path]
-    choices = settings.numerics.recipes_of(path, ...)
+def _gathered(settings: Settings, path: str, fp4_kernels: bool) -> float:
+    """Return the bytes per weight that a block gathers in a step, mean over blocks: once for fprop, once for dgrad.
+
+    What fprop needs when it is computed again is what dgrad needs too, unless these are codes, which lie along other axes.
+    """
     total = 0.0
-    for recipe, _, layers in choices:
-        share = len(layers) / s.L
+    for recipe, _, layers in settings.numerics.recipes_of(path, ...):
         for gemm, times in (("fprop", fprops(settings, path)), ("dgrad", 1)):
-            codes = fp4_kernels and _kind(getattr(recipe, gemm)) == "fp4"
-            if codes:
-                total += share * times * k * n * memory.element_bytes(getattr(recipe, gemm).rhs, s.c)
-            else:  # a recomputation in the backward pass shares dgrad's
-                total += share * k * n * s.c
-    return total
+            spec: GemmSpec = getattr(recipe, gemm)
+            codes = fp4_kernels and _kind(spec) == "fp4"
+            total += len(layers) * (times * memory.element_bytes(spec.rhs, 4) if codes else 4)
+    return total / settings.model.n_layers
 
 
 @dataclasses.dataclass(frozen=True)
