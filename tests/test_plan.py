@@ -50,13 +50,15 @@ TEMPORARIES = {
     "blockwise": (small("bf16", **BLOCKWISE), "block"),
     "microbatches": (small("bf16", **WIDE, train__accumulation=2), "block"),
     "on a mesh": (small(remat="full", **SHARDED), "block"),
+    "unrolled": (small("bf16", "full", model__scan_layers=False, data__seq_len=32), "block"),
+    "a kept block": (small("mxfp4", quant__keep_last=1, data__seq_len=32), "block"),
     "context": (small("bf16", mesh__fsdp=2, mesh__context=2), "block"),
 }
 EXACT = {
     **{name: of for name, (of, _) in TEMPORARIES.items()},
     "tied on 8": small(**{**SMALL, "train__batch_size": 8}, mesh__fsdp=8, model__tie_embeddings=True),
     "delayed on 8": small("fp8_delayed", **{**SHARDED, "data__seq_len": 32}, train__accumulation=2),
-    "unrolled": small(model__scan_layers=False, optimizer__clip_norm=0.0, data__seq_len=32),
+    "without clipping": small(optimizer__clip_norm=0.0, data__seq_len=32),
 }
 
 

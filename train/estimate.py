@@ -83,7 +83,7 @@ def _gemms(recipe: Recipe, path: str, mkn: tuple[int, int, int], c: int, times: 
         )
         written = products[gemm] * (4 if gemm == "wgrad" else c)
         runs = times * (forwards if gemm == "fprop" else 1)
-        what = "A·L·2·M·K·N" + (", and once more under remat" if runs > times else "")
+        what = "A·L·2·M·K·N" + (", computed again in the backward pass" if runs > times else "")
         out.append(Kernel(f"{path} {gemm}", _kind(spec), runs * 2.0 * m * k * n, runs * (read + written), what))
     return out
 

@@ -134,7 +134,7 @@ def kept_operands(settings: Settings, s: Local, remat: str) -> tuple[float, floa
             k, n = s.linears[path]
             lhs, rhs = recipe.wgrad.lhs, recipe.dgrad.rhs
             packs = [settings.numerics.residuals == "packed" and operand.element is not None for operand in (lhs, rhs)]
-            what: Any = "itself" if recipe.is_plain else (path, recipe)
+            what: Any = "itself" if recipe.is_plain else path  # one copy, whatever other blocks do
             if packs[0]:
                 what = (path if lhs.draws or recipe.wgrad.rotation.draws else "", lhs, recipe.wgrad.rotation)
             if what not in shared and (packs[0] or remat != "packed"):
@@ -142,8 +142,9 @@ def kept_operands(settings: Settings, s: Local, remat: str) -> tuple[float, floa
             shared.add(what)
             if packs[1]:
                 weights += k * n * element_bytes(rhs, s.c)
-            elif remat != "packed" and s.c < 4:
+            elif remat != "packed" and s.c < 4 and (path, "w") not in shared:
                 weights += k * n * s.c
+                shared.add((path, "w"))
     return inputs, weights
 
 
@@ -165,7 +166,7 @@ def saved_lines(settings: Settings, s: Local, remat: str) -> list[Line]:
     q, kv = s.N * s.H, s.K * s.H
     entry = Line("block input", s.M * s.D * s.c, "c·M·D")
     packed = [Line("packed inputs", inputs, "(bits/8 + scale)·M·(D + N·H + D + F), shared by q, k, v and by gate, up")]
-    packed.append(Line("packed weights", weights, "(bits/8 + scale)·W"))
+    packed.append(Line("packed weights", weights, "(bits/8 + scale)·W; kernels keep a shard of it"))
     if remat == "full":
         return [entry]
     if remat == "packed":
@@ -208,10 +209,12 @@ def temporaries(settings: Settings, mesh: sharding.AnyMesh) -> Temporaries:
     s, remat = local(settings, mesh), settings.model.remat
     params = step.abstract_state(settings, mesh).params
     gradients = tree_bytes(params)
-    unfinished = gradients - (0 if settings.model.tie_embeddings else tree_bytes(params["embed"]))  # the embedding's come last
+    stacked = gradients - (0 if settings.model.tie_embeddings else tree_bytes(params["embed"]))  # the embedding's come last
     saved = [dataclasses.replace(x, value=s.L * x.value, formula=f"L·({x.formula})") for x in saved_lines(settings, s, remat)]
     carried = [Line("summed gradients", gradients, "4 B · parameters, over microbatches")] * (settings.train.accumulation > 1)
-    done = Line("gradients", unfinished, "4 B · parameters but the embedding's, which come last")
+    done = Line("gradients", stacked, "4 B · parameters but the embedding's, which come last: stacks for all blocks at once")
+    if not settings.model.scan_layers:
+        done = Line("gradients", 4 * s.D * s.V, "4 B · D·V of the head: those of blocks take the place of what these kept")
     update = [Line("gradients", gradients, "4 B · parameters")]
     if settings.optimizer.clip_norm:
         update.append(Line("clipped gradients", gradients, "4 B · parameters: both moments read them"))
@@ -243,10 +246,15 @@ def block_lines(settings: Settings, s: Local) -> list[Line]:
     mlp = total([x for x in interior if x.name == "SwiGLU"])
     in_mlp, in_attention = (3 * s.M * s.F + s.M * s.D) * s.c, attention_bytes(settings, s)[1] - mlp
     what = "(3·F + D)·c·M of SwiGLU" if in_mlp >= in_attention else "scores and their gradient, SwiGLU gone"
-    kept = total(saved_lines(settings, s, settings.model.remat)) if settings.model.remat == "dots" else 0
+    remat, scan = settings.model.remat, settings.model.scan_layers
+    kept = total(saved_lines(settings, s, remat)) if remat == "dots" or not (scan or remat == "full") else 0
     copies = (s.W * 4 if s.fsdp > 1 else 0) + 4 * s.W
     return [
-        Line("interior of one block", max(total(interior) - kept, 0), "what a block without remat keeps, less what was saved"),
+        Line(
+            "interior of one block",
+            max(total(interior) - kept, 0),
+            "what a block without remat keeps: computed again, or taken out of the stacks",
+        ),
         Line("cotangents", max(in_mlp, in_attention), what),
         Line("weights and their gradient", copies, "4·W, and 4·W gathered on an fsdp axis"),
     ]
