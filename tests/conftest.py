@@ -13,7 +13,7 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-OPTIMIZED = ("test_bits", "test_quantize", "test_rotation", "test_rounding", "test_scales")
+OPTIMIZED = ("test_bits", "test_plan", "test_quantize", "test_rotation", "test_rounding", "test_scales")
 
 
 @pytest.fixture(scope="module", autouse=True)

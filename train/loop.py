@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from fp4jax import stats
 from models import llama
-from train import config, data, diagnosis, processes, sharding, step
+from train import config, data, diagnosis, memory, processes, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
@@ -78,6 +78,7 @@ def _check(settings: Settings, workdir: pathlib.Path):
     for phase in settings.phases():
         lengths = {"microbatch": microbatch, "seq_len": settings.data.seq_len}
         sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
+        memory.check_fits(phase, mesh, memory.bytes_limit())
     dataset = data.load(settings.data)
     data.check_ids(dataset, vocab_size=settings.model.vocab_size)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:

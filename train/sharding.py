@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fp4jax import dot
 from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
@@ -23,6 +23,7 @@ from models.llama import LINEAR_PATHS, LlamaConfig
 from train.errors import InputError, check_types
 
 AXES = ("data", "fsdp", "context", "tensor")
+AnyMesh = Mesh | AbstractMesh  # on one of shapes only, everything is checked and placed, and nothing allocated
 # Logical axis of a dimension → mesh axes that split it, outermost first.
 RULES = {
     "batch": ("data", "fsdp"),
@@ -76,35 +77,50 @@ class MeshConfig:
                 raise InputError(f"mesh.{name}={size} is out of range")
 
 
+def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Return the devices along each of `AXES`, fsdp taking all that the others leave; raises InputError for too few devices."""
+    others = config.data * config.context * config.tensor
+    sizes = {**dataclasses.asdict(config), "fsdp": config.fsdp or max(devices // others, 1)}
+    shape = tuple(sizes[name] for name in AXES)
+    if math.prod(shape) > devices:
+        asked = " × ".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
+        raise InputError(f"mesh {asked} needs more than the {devices} devices here")
+    return shape
+
+
 def make_mesh(config: MeshConfig) -> Mesh:
     """Return the mesh over the first data × fsdp × context × tensor devices."""
     devices = jax.devices()
-    others = config.data * config.context * config.tensor
-    sizes = {**dataclasses.asdict(config), "fsdp": config.fsdp or max(len(devices) // others, 1)}
-    shape = tuple(sizes[name] for name in AXES)
-    asked = " × ".join(f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
-    if math.prod(shape) > len(devices):
-        raise InputError(f"mesh {asked} needs more than the {len(devices)} devices here")
+    shape = mesh_shape(config, len(devices))
     if jax.process_count() > 1 and math.prod(shape) < len(devices):
         raise InputError(
-            f"mesh {asked or 'of one device'} leaves some of the {len(devices)} devices of {jax.process_count()} processes"
+            f"a mesh of {math.prod(shape)} leaves some of the {len(devices)} devices of {jax.process_count()} processes"
         )
     grid = np.array(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def spec(mesh: Mesh, *names: str | None) -> PartitionSpec:
+def abstract_mesh(config: MeshConfig, devices: int) -> AbstractMesh:
+    """Return the mesh over so many devices without having them; raises InputError when it leaves some of them out."""
+    shape = mesh_shape(config, devices)
+    if math.prod(shape) != devices:
+        asked = " × ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
+        raise InputError(f"mesh {asked} uses {math.prod(shape)} of {devices} devices: set --config.mesh.data or another axis")
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(mesh: AnyMesh, *names: str | None) -> PartitionSpec:
     """Return the PartitionSpec of dimensions with these logical names."""
     return PartitionSpec(*(_mesh_axes(mesh, name) for name in names))
 
 
-def _mesh_axes(mesh: Mesh, name: str | None) -> AxisName:
+def _mesh_axes(mesh: AnyMesh, name: str | None) -> AxisName:
     """Return the mesh axes that split a logical axis, without those of size 1."""
     axes = tuple(axis for axis in RULES[name] if mesh.shape[axis] > 1) if name else ()
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
-def split(mesh: Mesh, name: str) -> int:
+def split(mesh: AnyMesh, name: str) -> int:
     """Return into how many parts the mesh splits a logical axis."""
     return math.prod(mesh.shape[axis] for axis in RULES[name])
 
@@ -143,7 +159,9 @@ def model_hooks(mesh: Mesh, model: LlamaConfig) -> dict[str, Any]:
     return {"constrain": constrain, "attend": attend if pieces > 1 else None, "pieces": pieces}
 
 
-def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, reduce: str = "auto") -> None:
+def check(
+    mesh: AnyMesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int, seq_len: int, reduce: str = "auto"
+) -> None:
     """Raise InputError when a dimension does not divide over the mesh, or a block or rotation would straddle shards.
 
     Where devices sum the gradients of weights in a dtype of their own choice (reduce), wgrad cannot pad the tokens.
@@ -202,7 +220,7 @@ def check(mesh: Mesh, model: LlamaConfig, numerics: Numerics, *, microbatch: int
                         )
 
 
-def state_shardings(mesh: Mesh, state: Any) -> Any:
+def state_shardings(mesh: AnyMesh, state: Any) -> Any:
     """Return the NamedSharding of every leaf of a train state (or of its shapes).
 
     Scalars, history, seed, recent and the coefficients that Muon keeps in its state are replicated.

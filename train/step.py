@@ -51,7 +51,7 @@ def init_state(settings: Settings, mesh: Mesh) -> TrainState:
     return _init_program(_without_seed(settings), mesh)(bits.seed_words(settings.train.seed))
 
 
-def abstract_state(settings: Settings, mesh: Mesh) -> TrainState:
+def abstract_state(settings: Settings, mesh: sharding.AnyMesh) -> TrainState:
     """Return the state's shapes, dtypes and shardings without allocating anything."""
     init, shardings = _init_and_shardings(settings, mesh)
     shapes = jax.eval_shape(init, bits.seed_words(0))
@@ -69,7 +69,7 @@ def _init_program(settings: Settings, mesh: Mesh) -> Callable[[np.ndarray], Trai
     return jax.jit(init, out_shardings=shardings)
 
 
-def _init_and_shardings(settings: Settings, mesh: Mesh):
+def _init_and_shardings(settings: Settings, mesh: sharding.AnyMesh):
     model = llama.Llama(settings.model)
     tx = optimizer.make_optimizer(settings.optimizer)
 
@@ -225,7 +225,7 @@ def is_spike(
     return finite & spike & (count >= width // 2), new | {"count": count + finite}
 
 
-def state_shardings(settings: Settings, mesh: Mesh) -> TrainState:
+def state_shardings(settings: Settings, mesh: sharding.AnyMesh) -> TrainState:
     """Return the sharding of every array of the state."""
     return _init_and_shardings(settings, mesh)[1]
 
