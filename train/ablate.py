@@ -96,9 +96,10 @@ def _steps_done(cells: list[grid.Cell], workdir: pathlib.Path, steps: int) -> in
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: one thread on a CPU."""
+    """Return the environment of a worker: one thread on a CPU, and huge pages, a quarter of a step's time (LOG.md)."""
     flags_ = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    return {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags_}".strip()}
+    huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    return {**huge_pages, **os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags_}".strip()}
 
 
 def _default_jobs() -> int:
