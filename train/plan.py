@@ -73,6 +73,8 @@ def _report(settings: Any, mesh: Any, device: Any, choices: dict[str, Any]) -> d
     )
     if "fp4" not in device.rates:
         console.print(f"{device.name} has no FP4 unit: FP4 is emulated, its codes are decoded and multiplied at the BF16 rate")
+    if settings.optimizer.name == "muon":
+        console.print("Muon's Newton–Schulz products, and the gathers for them, are not counted")
     if settings.model.dtype == "float32":
         console.print(
             "products that are not quantized are float32; they are counted at the BF16 rate, which is too high for them"
