@@ -33,7 +33,7 @@ Rope = tuple[jax.Array, jax.Array]
 LINEAR_PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down", "lm_head")
 PACKED_NAME = "fp4_residual"  # what a `linear_dot` calls the packed operands it keeps for the backward pass
 _CHOICES = {
-    "rope_scaling": ("none", "llama3.1"),
+    "rope_scaling": ("none", "linear", "llama3.1"),
     "remat": ("none", "full", "dots", "packed"),
     "attention": ("dot_product", "blockwise"),
     "dtype": ("float32", "bfloat16"),
@@ -127,15 +127,18 @@ def linear_kernels(params: Any, config: LlamaConfig) -> dict[str, jax.Array]:
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Return the rotation per position of each pair, in radians, [R] float64: θ^(−r/R), stretched as in Llama 3.1.
+    """Return the rotation per position of each pair, in radians, [R] float64: θ^(−r/R), or stretched to a longer context.
 
-    "llama3.1" divides frequencies that turn at most `low_freq_factor` times within the original context by `factor`,
-    keeps those that turn at least `high_freq_factor` times, and interpolates linearly in the number of turns between.
+    "linear" divides all by `factor` (2306.15595). "llama3.1" divides frequencies that turn at most `low_freq_factor` times
+    within the original context by `factor`, keeps those that turn at least `high_freq_factor` times, and interpolates linearly
+    in the number of turns between.
     """
     c, pairs = config, config.head_size // 2
     freq_R = float(c.rope_theta) ** (-np.arange(pairs) / pairs)
     if c.rope_scaling == "none":
         return freq_R
+    if c.rope_scaling == "linear":
+        return freq_R / c.rope_factor
     turns_R = c.rope_original_len * freq_R / (2 * np.pi)
     kept_R = (turns_R - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)
     kept_R = np.clip(kept_R, 0.0, 1.0)
