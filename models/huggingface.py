@@ -289,11 +289,18 @@ def _tensor(where: Mapping[str, pathlib.Path], path: str, layer: Any, index: tup
     return np.asarray(values.T if path.endswith("kernel") else values, np.float32)
 
 
-def save(directory: pathlib.Path, params: Mapping[str, Any], config: LlamaConfig, *, dtype: str = "bfloat16") -> None:
+def save(
+    directory: pathlib.Path,
+    params: Mapping[str, Any],
+    config: LlamaConfig,
+    *,
+    dtype: str = "bfloat16",
+    more: Mapping[str, str] | None = None,
+) -> None:
     """Write a model so that transformers loads it: all of it or, at a fault, nothing. The directory must not be there yet.
 
-    dtype: "bfloat16" (rounded to nearest even) or "float32". One parameter at a time is on the host beside the file that is
-    being filled.
+    dtype: "bfloat16" (rounded to nearest even) or "float32". more: {file name: content} of what else belongs there, such as
+    the tokenizer's. One parameter at a time is on the host beside the file that is being filled.
     """
     if dtype not in SAVED:
         raise ValueError(f"{dtype=} is not one of {', '.join(SAVED)}")
@@ -304,7 +311,9 @@ def save(directory: pathlib.Path, params: Mapping[str, Any], config: LlamaConfig
     try:
         temporary.mkdir(parents=True)
         _write_files(temporary, _tensors_of(params, config, SAVED[dtype]))
-        (temporary / "config.json").write_text(json.dumps(to_config(config, dtype), indent=2) + "\n")
+        texts = {"config.json": json.dumps(to_config(config, dtype), indent=2) + "\n", **(more or {})}
+        for name, text in texts.items():
+            (temporary / name).write_text(text)
         os.replace(temporary, directory)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -151,13 +151,18 @@ def split_documents(documents: Sequence[str], *, val_fraction: float) -> tuple[l
 
 
 class Tokenizer(typing.Protocol):
-    """Maps text to ids in [0, vocab_size) and back; decode(encode(text)) == text, invalid UTF-8 decodes to U+FFFD."""
+    """Maps text to ids in [0, vocab_size) and back; decode(encode(text)) == text, invalid UTF-8 decodes to U+FFFD.
+
+    to_json: as a tokenizer.json, which the `tokenizers` library and transformers read.
+    """
 
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
+
+    def to_json(self) -> str: ...
 
 
 class ByteTokenizer:
@@ -170,6 +175,16 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode(errors="replace")
+
+    def to_json(self) -> str:
+        """Return byte-level BPE without merges, whose letter for each byte has the byte as its id."""
+        plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in plain]  # GPT-2 moves these to 256, 257, …
+        letters = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        return tokenizer.to_str()
 
 
 class BpeTokenizer:
@@ -184,6 +199,9 @@ class BpeTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
+
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
 
     def encode_documents(self, documents: Sequence[str]) -> np.ndarray:
         """Encode SEPARATOR.join(documents) in parallel; no token spans two documents."""
