@@ -1,7 +1,7 @@
 """What every entry point shares: flags, one-line errors, exit codes, logging to stderr.
 
-Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 4 another process of the run was lost, 143/130 after
-SIGTERM/SIGINT with a checkpoint written.
+Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 4 another process of the run was lost, 5 the workdir cannot be
+written any more, 143/130 after SIGTERM/SIGINT with a checkpoint written.
 """
 
 import fcntl
@@ -19,22 +19,24 @@ from typing import Any, NoReturn, TextIO
 
 from absl import flags
 
-from train.errors import InputError, ToldElsewhere
+from train.errors import InputError, StorageError, ToldElsewhere
 
-DONE, BAD_INPUT, GUARD, LOST = 0, 2, 3, 4
+DONE, BAD_INPUT, GUARD, LOST, STORAGE = 0, 2, 3, 4, 5
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers SIGTERM or SIGINT so that a loop can stop at a step's end; a second signal ends the process at once."""
+    """Remembers SIGTERM or SIGINT so that a loop can stop at a step's end; a second of either ends the process at once."""
 
     def __init__(self):
         self.signal: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: Any) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)
 
     @property
     def exit_code(self) -> int:
@@ -44,6 +46,7 @@ class StopRequest:
 def run(main: Callable[[], int]) -> None:
     """Parse the flags, run `main`, exit with its code; bad input becomes one line on stderr and exit code 2."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)  # orbax logs a traceback of what it raises, too
     for name in ("train", "fp4jax", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO)
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
@@ -59,9 +62,12 @@ def run(main: Callable[[], int]) -> None:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
     except Exception as error:
-        if not _is_one_of_many():
+        if _is_one_of_many():
+            _leave(error)
+        if not isinstance(error, StorageError):
             raise
-        _leave(error)
+        print(f"error: {error}", file=sys.stderr)
+        code = STORAGE
     sys.stdout.flush()
     sys.exit(code)
 
@@ -77,13 +83,17 @@ def _leave(error: Exception) -> NoReturn:
 
     who = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, jax.errors.JaxRuntimeError):
-        lines = str(error).splitlines()
+        lines, code = str(error).splitlines(), LOST
         print(f"error: {who} ends: another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
+    elif isinstance(error, StorageError):
+        code = STORAGE
+        print(f"error: {who} ends: {error}", file=sys.stderr)
     else:
+        code = 1
         print(f"{who} ends: {''.join(traceback.format_exception(error))}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(LOST if isinstance(error, jax.errors.JaxRuntimeError) else 1)
+    os._exit(code)
 
 
 def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
@@ -104,9 +114,15 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
 
 
 def lock_file(path: pathlib.Path) -> TextIO | None:
-    """Return the open file with an OS lock on it, which dies with the file or its process; None where another holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    """Return the open file with an OS lock on it, which dies with the file or its process; None where another holds it.
+
+    Raises InputError where the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
