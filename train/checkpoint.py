@@ -1,8 +1,9 @@
 """Checkpoints: one orbax composite per step with the state, the data iterator's state, and what the run was.
 
 Saves are asynchronous and become visible only when complete; `check` and `wait` raise what one of them raised. Items: "state"
-(arrays, sharded), "run" (JSON: step, tokens, iterator state, data fingerprint, recipe and its digest, versions). "run" also holds a checksum of the state and one of
-itself, since the storage checks neither: one flipped bit in a file of either makes `restore` raise.
+(arrays, sharded), "run" (JSON: step, tokens, iterator state, data fingerprint, recipe and its digest, versions). "run" also
+holds a checksum of the state and one of itself, since the storage checks neither: one flipped bit in a file of either makes
+`restore` raise.
 """
 
 import asyncio
