@@ -37,6 +37,7 @@ class Checkpoints:
             max_to_keep=keep or None, keep_period=keep_every or None, create=True, cleanup_tmp_directories=clean
         )
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(self.path.absolute(), options=options, item_names=("state", "run"))
         except OSError as error:
             raise InputError(f"{self.path} cannot be written: {_first_line(error)}") from None

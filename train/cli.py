@@ -62,12 +62,9 @@ def run(main: Callable[[], int]) -> None:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
     except Exception as error:
-        if _is_one_of_many():
-            _leave(error)
-        if not isinstance(error, StorageError):
+        if not (_is_one_of_many() or isinstance(error, StorageError)):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        code = STORAGE
+        _leave(error)
     sys.stdout.flush()
     sys.exit(code)
 
@@ -78,19 +75,23 @@ def _is_one_of_many() -> bool:
 
 
 def _leave(error: Exception) -> NoReturn:
-    """End one of many processes at once: an ordinary exit would wait for processes that are lost, and they for this one."""
+    """End at once one of many processes, or one whose save failed.
+
+    An ordinary exit would wait for processes that are lost, and they for this one; and for threads of orbax 0.12.8 that after a
+    failed save wait minutes for what never comes.
+    """
     import jax
 
-    who = f"process {jax.process_index()} of {jax.process_count()}"
+    who = f"process {jax.process_index()} of {jax.process_count()} ends: " if _is_one_of_many() else ""
     if isinstance(error, jax.errors.JaxRuntimeError):
         lines, code = str(error).splitlines(), LOST
-        print(f"error: {who} ends: another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
+        print(f"error: {who}another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
     elif isinstance(error, StorageError):
         code = STORAGE
-        print(f"error: {who} ends: {error}", file=sys.stderr)
+        print(f"error: {who}{error}", file=sys.stderr)
     else:
         code = 1
-        print(f"{who} ends: {''.join(traceback.format_exception(error))}", file=sys.stderr)
+        print(f"{who}{''.join(traceback.format_exception(error))}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

@@ -3,16 +3,18 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
+import socket
 import sys
 import time
 from typing import Any
 
 import rich.progress
 from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
 
 from train.errors import writing
 
@@ -30,12 +32,14 @@ class Rows:
 
     def __init__(self, path: pathlib.Path, *, restored_step: int):
         self._path, self._file = path, None
+        kept = []
         if path.exists():
             kept = [row for row in read_rows(path) if row["step"] <= restored_step]
             temporary = path.with_suffix(".jsonl.tmp")
             with writing(path):
                 temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
                 os.replace(temporary, path)
+        self.kept_steps = {row["step"] for row in kept}
 
     def write(self, row: dict[str, Any]) -> None:
         with writing(self._path):
@@ -57,23 +61,26 @@ class Events:
     """
 
     def __init__(self, workdir: pathlib.Path, *, first_step: int):
-        self._path, self._flushed = workdir, time.monotonic()
-        with writing(workdir):
-            self._writer = EventsWriter(str(workdir / "events"))
-            self._writer.write_event(Event(step=first_step, file_version="brain.Event:2"))
-            self._writer.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-            self._writer.flush()
+        self._path = workdir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._flushed = -math.inf
+        with writing(self._path):
+            self._file = RecordWriter(str(self._path))
+        self._write(step=first_step, file_version="brain.Event:2")
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def scalar(self, name: str, value: float, step: int) -> None:
+        self._write(step=step, summary=summary.scalar(name, value))
+
+    def _write(self, **event: Any) -> None:
         with writing(self._path):
-            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary.scalar(name, value)))
+            self._file.write(Event(wall_time=time.time(), **event).SerializeToString())
             if time.monotonic() > self._flushed + FLUSH_S:
-                self._writer.flush()
+                self._file.flush()
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
         with writing(self._path):
-            self._writer.close()
+            self._file.close()
 
 
 class Metrics:
@@ -86,6 +93,8 @@ class Metrics:
         self._rows, self._diagnosis = (
             Rows(workdir / name, restored_step=restored_step) for name in ("metrics.jsonl", "diagnosis.jsonl")
         )
+        if missing := restored_step - len(self._rows.kept_steps):
+            log.warning("%s: no rows of %d of %d steps", workdir / "metrics.jsonl", missing, restored_step)
         with writing(workdir / "metrics.jsonl"):
             (workdir / "metrics.jsonl").touch()
         self._tensorboard = Events(workdir, first_step=restored_step + 1)
