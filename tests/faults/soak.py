@@ -3,15 +3,15 @@
     python tests/faults/soak.py [--kills=50] [--processes=2] [--seed=0]
 
 The kills fall into every phase in turn: start-up, compiling (with an empty cache), restoring, between steps, during a save,
-during an evaluation; every tenth is a SIGTERM, which must leave a checkpoint and exit code 143. With --processes=2 one of two is
-killed, and the other must end by itself. What must be equal to the bit: all rows of metrics.jsonl, the JSON line on stdout, the
-checksum of the last checkpoint's state.
+during an evaluation; every tenth is a SIGTERM, which must leave a checkpoint and exit code 143. With --processes=2 one of two
+is killed, and the other must end by itself. What must be equal to the bit: all rows of metrics.jsonl, the JSON line on
+stdout, the checksum of the last checkpoint's state.
 
-Examples are not read off the data iterator, which could err with its checkpoints: a hook around the compiled train step, that only
-this script installs, logs the token windows it is really given with the number of the step, which the state itself counts.
-A step that was lost with its process is done again, so the last time that it was done counts; every other time must have had the
-same windows. Over all complete epochs each window of the corpus must then have been seen once: fewer is lost, more is
-repeated. Prints a table; exits with 1 on any difference.
+Examples are not read off the data iterator, which could err with its checkpoints: a hook around the compiled train step, that
+only this script installs, logs the token windows it is really given with the number of the step, which the state itself
+counts. A step that was lost with its process is done again, so the last time that it was done counts; every other time must
+have had the same windows. Over all complete epochs each window of the corpus must then have been seen once: fewer is lost,
+more is repeated. Prints a table; exits with 1 on any difference.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def child(directory: pathlib.Path, process: int, arguments: list[str]) -> None:
     def enter(phase):
         os.pwrite(marker, phase.ljust(12).encode(), 0)
 
-    def around(owner, name, before, after=lambda _: None):
+    def around(owner, name, before, after=lambda *_: None):
         real = getattr(owner, name)
 
         def hooked(*arguments, **options):
@@ -247,9 +247,7 @@ def soak(directory, *, kills, count, seed):
     order = sum(seen[at] != batch for at, batch in examples(directory / "whole", count, steps=steps)[0].items())
     last = {name: (directory / name / "stdout.0").read_text().splitlines()[-1:] for name in arguments}
     sums = {name: state_checksum(directory / name / "run", steps) for name in arguments}
-    print(
-        f"\n{kills} kills in {time.monotonic() - clock:.0f} s, {count} process(es), {steps} steps, {epochs} complete epochs, {seed=}"
-    )
+    print(f"\n{kills} kills in {time.monotonic() - clock:.0f} s, processes: {count}, {steps} steps, {epochs} epochs, {seed=}")
     print(f"{'phase':12s}{'kill -9':>9s}{'SIGTERM':>9s}")
     for phase in PHASES:
         print(f"{phase:12s}{table[phase, signal.SIGKILL]:9d}{table[phase, signal.SIGTERM]:9d}")
