@@ -30,7 +30,7 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-STEPS_PER_KILL = 20
+STEPS_PER_KILL = 12
 PHASES = ("start-up", "restore", "compile", "step", "save", "evaluation")
 SECONDS = {
     "start-up": 4.0,
@@ -200,7 +200,7 @@ def soak(directory, *, kills, count, seed):
 
     steps, draw = kills * STEPS_PER_KILL, random.Random(seed)
     corpus = helpers.write_corpus(directory)
-    changes = {"quant__recipe": "mxfp4_sr", "train__steps": steps, "train__checkpoint_every": 4, "train__eval_every": 10}
+    changes = {"quant__recipe": "mxfp4_sr", "train__steps": steps, "train__checkpoint_every": 5, "train__eval_every": 8}
     changes |= {"train__keep_checkpoints": 3, "mesh__fsdp": 2}
     arguments = {name: helpers.argv(corpus, directory / name / "run", **changes) for name in ("whole", "killed")}
     for name in arguments:
