@@ -63,12 +63,11 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
-    """A corpus; and in what the module starts every program is compiled once, by one of its processes, and quickly."""
+    """A corpus; and what the module starts shares its compiled programs, which are compiled quickly."""
     from helpers import write_corpus
 
     directory = tmp_path_factory.mktemp("compiled_once")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setenv("JAX_SHARE_BINARY_BETWEEN_HOSTS", "1")
         yield write_corpus(directory)

@@ -149,7 +149,7 @@ def test_the_lock_of_a_killed_process_is_free(saved, tmp_path):
 def test_of_two_runs_that_start_at_once_the_second_leaves_the_workdir_of_the_first(saved, tmp_path, monkeypatch):
     """The first one begins while the second reads its data."""
     s, _ = saved
-    other = settings(s.data.files, quant__recipe="none", train__steps=2, train__seed=1)
+    other = settings(s.data.files, quant__recipe="none", train__seed=1)
     check = loop._check
 
     def slow(*arguments):
