@@ -32,3 +32,42 @@ def shared_programs():
     with pytest.MonkeyPatch.context() as monkeypatch:
         share_programs(monkeypatch)
         yield
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, shared_programs):
+    """A finished run of two steps, both saved: (settings, workdir)."""
+    import helpers
+
+    directory = tmp_path_factory.mktemp("saved")
+    changes = {"train__steps": 2, "train__checkpoint_every": 1, "optimizer__warmup_steps": 1}
+    s = helpers.settings(helpers.write_corpus(directory), quant__recipe="none", **changes)
+    helpers.train(s, directory / "run")
+    return s, directory / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of the entry point: (corpus, workdir, stdout lines, stderr lines)."""
+    import helpers
+
+    directory = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        corpus = helpers.write_corpus(directory)
+        code, out, err = helpers.run("train.main", *helpers.argv(corpus, directory / "run", **helpers.FINISHED))
+        assert code == 0, err
+        yield corpus, directory / "run", out, err
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """A corpus; and what the module starts shares its compiled programs, which are compiled quickly."""
+    from helpers import write_corpus
+
+    directory = tmp_path_factory.mktemp("compiled_once")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield write_corpus(directory)

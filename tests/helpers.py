@@ -6,8 +6,10 @@ import json
 import os
 import pathlib
 import random
+import socket
 import subprocess
 import sys
+import time
 import unittest.mock
 import warnings
 
@@ -19,7 +21,7 @@ from ml_collections import config_flags
 
 from fp4jax import dot
 from models.llama import LINEAR_PATHS
-from train import cli, config, loop, sharding, step
+from train import checkpoint, cli, config, loop, sharding, step
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = {
@@ -41,6 +43,7 @@ TINY = {
     "optimizer.end_lr": 1e-3,
     "mesh.fsdp": 1,
 }
+FINISHED = {"quant__recipe": "none", "train__steps": 6}  # the run of the fixture of this name
 
 
 def write_corpus(directory, *, seed=0):
@@ -127,6 +130,64 @@ def train(run_settings, workdir, stop=None):
         return training.train(stop or NoStop())
     finally:
         training.close()
+
+
+class Processes:
+    """`count` processes of one run, with 4 / count devices each; extra: further flags of single processes."""
+
+    def __init__(self, arguments, count, *, extra=None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._all = [
+            subprocess.Popen(
+                command("train.main", *arguments, f"--coordinator={address}", f"--processes={count}", f"--process={i}")
+                + list((extra or {}).get(i, ())),
+                cwd=ROOT,
+                env=environment(devices=4 // count),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(count)
+        ]
+
+    def send(self, process, number):
+        self._all[process].send_signal(number)
+
+    def wait(self, timeout=300):
+        """Return (exit codes, stdouts without Gloo's lines, stderrs); all are killed at the time-out."""
+        deadline = time.monotonic() + timeout
+        try:
+            done = [process.communicate(timeout=max(deadline - time.monotonic(), 1)) for process in self._all]
+        finally:
+            for process in self._all:
+                process.kill()
+        outs = ["".join(line for line in out.splitlines(True) if "[Gloo]" not in line) for out, _ in done]
+        return [process.returncode for process in self._all], outs, [err for _, err in done]
+
+
+def wait_for_step(workdir, step):
+    path, deadline = workdir / "metrics.jsonl", time.monotonic() + 200
+    while not (path.exists() and len([row for row in rows(workdir) if "train_loss" in row]) >= step):
+        assert time.monotonic() < deadline, f"no step {step} in {path}"
+        time.sleep(0.05)
+
+
+def restore(run_settings, workdir, at=None):
+    """Return (state, run) of a checkpoint, the newest by default."""
+    checkpoints = checkpoint.Checkpoints(pathlib.Path(workdir))
+    try:
+        at = checkpoints.latest() if at is None else at
+        return checkpoints.restore(at, step.abstract_state(run_settings, sharding.make_mesh(run_settings.mesh)))
+    finally:
+        checkpoints.close()
+
+
+def steps_saved(workdir):
+    checkpoints = checkpoint.Checkpoints(pathlib.Path(workdir))
+    checkpoints.close()
+    return checkpoints.steps()
 
 
 def rows(workdir):

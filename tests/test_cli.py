@@ -2,33 +2,15 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import time
 
 import pytest
-from helpers import ROOT, argv, command, environment, rows, run, snapshot, write_corpus
+from helpers import FINISHED, argv, rows, run, snapshot
 
 from fp4jax.recipe import GEMMS
-from train import checkpoint, cli
+from train import cli
 from train.errors import InputError
 
 TRAIN_ROW = {"step", "tokens", "train_loss", "grad_norm", "lr", "tokens_per_s"}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run: (corpus, workdir, stdout lines, stderr lines)."""
-    directory = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
-        corpus = write_corpus(directory)
-        code, out, err = run("train.main", *argv(corpus, directory / "run", **CHANGES))
-        assert code == cli.DONE, err
-        yield corpus, directory / "run", out, err
-
-
-CHANGES = {"quant__recipe": "none", "train__steps": 6}
 
 
 def test_stdout_is_one_json_object(finished):
@@ -75,58 +57,10 @@ def test_workdir(finished):
 def test_the_same_command_again_has_nothing_left_to_do(finished):
     corpus, workdir, out, _ = finished
     before = {k: v for k, v in snapshot(workdir).items() if "tfevents" not in k}
-    code, again, err = run("train.main", *argv(corpus, workdir, **CHANGES))
+    code, again, err = run("train.main", *argv(corpus, workdir, **FINISHED))
     assert (code, again) == (cli.DONE, out)
     assert any("nothing left to train" in line for line in err)
     assert {k: v for k, v in snapshot(workdir).items() if "tfevents" not in k} == before
-
-
-def test_sigterm_stops_with_a_checkpoint_of_the_step_reached(finished, tmp_path):
-    corpus, *_ = finished
-    changes = {**CHANGES, "train__steps": 100_000, "train__checkpoint_every": 0, "optimizer__decay_steps": 6}
-    arguments = argv(corpus, tmp_path / "run", **changes)
-    process = subprocess.Popen(
-        command("train.main", *arguments),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    path = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) > 3):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 143
-    result = json.loads(out.splitlines()[-1])
-    assert result["step"] == rows(tmp_path / "run")[-1]["step"]
-    checkpoints = checkpoint.Checkpoints(tmp_path / "run")
-    assert checkpoints.latest() == result["step"] > 0
-    checkpoints.close()
-
-
-def test_stop_requests_and_their_exit_codes():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-            stop = cli.StopRequest()
-            assert (stop.signal, stop.exit_code) == (None, 0)
-            signal.raise_signal(number)
-            assert (stop.signal, stop.exit_code) == (number, code)
-            assert signal.getsignal(number) == signal.SIG_DFL  # a second one ends the process
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_divergence_exits_with_3_and_keeps_a_finite_checkpoint(finished, tmp_path):
-    changes = {**CHANGES, "optimizer__peak_lr": 1e38, "optimizer__warmup_steps": 0, "train__checkpoint_every": 1}
-    code, out, err = run("train.main", *argv(finished[0], tmp_path / "run", **changes))
-    assert (code, out) == (cli.GUARD, [])
-    assert "stopped by a guard" in err[-1]
-    kept = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert f"newest checkpoint is that of step {kept}" in err[-1]
 
 
 def copy_with(finished, directory, change):
@@ -134,11 +68,6 @@ def copy_with(finished, directory, change):
     shutil.copytree(finished[1], directory / "run")
     change(directory / "run")
     return directory / "run"
-
-
-def cut_arrays(workdir):
-    path = max((p for p in (workdir / "checkpoints" / "6").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def cut_manifest(workdir):
@@ -164,20 +93,13 @@ def nothing(_workdir):
 def test_bad_input_is_one_line_and_leaves_the_workdir_alone(finished, tmp_path, module, change, flags, message):
     workdir = copy_with(finished, tmp_path, change)
     before = snapshot(tmp_path)
-    arguments = argv(finished[0], workdir, **CHANGES) if module == "train.main" else [f"--workdir={workdir}"]
+    arguments = argv(finished[0], workdir, **FINISHED) if module == "train.main" else [f"--workdir={workdir}"]
     code, out, err = run(module, *arguments, *flags)
     assert (code, out) == (cli.BAD_INPUT, [])
     assert len(err) == 1, err
     assert err[0].startswith("error: ")
     assert message in err[0]
     assert snapshot(tmp_path) == before
-
-
-def test_a_cut_checkpoint_is_said_and_the_run_ends_as_it_did(finished, tmp_path):
-    workdir = copy_with(finished, tmp_path, cut_arrays)
-    code, out, err = run("train.main", *argv(finished[0], workdir, **CHANGES))
-    assert (code, out, rows(workdir)) == (cli.DONE, finished[2], rows(finished[1]))
-    assert any("checkpoints/6 cannot be read" in line and "going back to step 3" in line for line in err), err
 
 
 def test_a_missing_config_is_one_line():

@@ -1,76 +1,9 @@
-"""Resume: a run killed at random moments and started again gives the rows of one that was never interrupted, bit for bit.
-
-Two kills per suite; FP4JAX_KILLS=10 runs ten per recipe (minutes). Each process starts from what the last one left on disk.
-"""
+"""Resume: a run that was stopped gives the rows of one that was not, bit for bit; faults/test_kills.py kills it."""
 
 import json
-import os
-import random
 import shutil
-import subprocess
-import time
 
-import pytest
-from helpers import ROOT, NoStop, argv, command, environment, rows, run, settings, share_programs, train, write_corpus
-
-KILLS = int(os.environ.get("FP4JAX_KILLS", "1"))
-RECIPES = ("mxfp4_sr", "mxfp4_rht16")
-
-
-def steps_done(workdir):
-    path = workdir / "metrics.jsonl"
-    return len([line for line in path.read_text().splitlines() if "train_loss" in line]) if path.exists() else 0
-
-
-def kill_at_random(arguments, workdir, draw, *, target, at_once):
-    """Start the run and kill it a moment after step `target`, or at_once: while it starts; return whether it was running."""
-    with open(workdir.parent / "stderr", "w") as stderr:
-        process = subprocess.Popen(
-            command("train.main", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=stderr
-        )
-    if at_once:
-        time.sleep(draw.uniform(0, 10))
-    while not at_once and steps_done(workdir) <= target and process.poll() is None:
-        time.sleep(0.002)
-    time.sleep(draw.uniform(0, 0.03))
-    running = process.poll() is None
-    process.kill()
-    process.wait()
-    return running
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A compilation cache for the subprocesses of this module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(tmp_path_factory.mktemp("cache")))
-        if KILLS == 1:  # the same programs for both runs, sooner compiled
-            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        yield
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_killed_runs_continue_bit_for_bit(tmp_path, cache, recipe):
-    corpus, steps = write_corpus(tmp_path), 12 * KILLS
-    changes = {"quant__recipe": recipe, "train__steps": steps, "train__checkpoint_every": 2}
-    code, out, _ = run("train.main", *argv(corpus, tmp_path / "whole", **changes))
-    assert code == 0
-    whole = rows(tmp_path / "whole")
-
-    draw = random.Random(recipe)
-    workdir = tmp_path / "killed"
-    running = []
-    for i in range(KILLS):  # every fourth while it starts, the others somewhere in an equal share of the steps
-        target = draw.randint(12 * i, 12 * i + 8)
-        arguments = argv(corpus, workdir, **changes)
-        running.append(kill_at_random(arguments, workdir, draw, target=target, at_once=i % 4 == 3))
-    code, resumed_out, stderr = run("train.main", *argv(corpus, workdir, **changes))
-    assert code == 0, stderr
-    assert running[0], "the run ended before it was killed"
-    assert rows(workdir) == whole
-    assert resumed_out[-1] == out[-1]
-    each = [(row["step"], "val_loss" in row) for row in whole]
-    assert len(set(each)) == len(each)
+from helpers import NoStop, rows, settings, share_programs, train, write_corpus
 
 
 def test_a_longer_run_cuts_the_rows_after_its_checkpoint(tmp_path, monkeypatch):

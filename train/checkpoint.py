@@ -1,8 +1,9 @@
 """Checkpoints: one orbax composite per step with the state, the data iterator's state, and what the run was.
 
-Saves are asynchronous and become visible only when complete. Items: "state" (arrays, sharded), "run" (JSON: step, tokens,
-iterator state, data fingerprint, recipe and its digest, versions). "run" also holds a checksum of the state and one of
-itself, since the storage checks neither: one flipped bit in a file of either makes `restore` raise.
+Saves are asynchronous and become visible only when complete; `check` and `wait` raise what one of them raised. Items: "state"
+(arrays, sharded), "run" (JSON: step, tokens, iterator state, data fingerprint, recipe and its digest, versions). "run" also
+holds a checksum of the state and one of itself, since the storage checks neither: one flipped bit in a file of either makes
+`restore` raise.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from train import processes
-from train.errors import InputError
+from train.errors import InputError, StorageError
 from train.step import TrainState, checksum
 
 OPTIONAL = ("ema", "recent")
@@ -25,29 +26,52 @@ VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 
 
 class Checkpoints:
-    """The checkpoints/ directory of a workdir. keep: the newest so many stay, 0 all; keep_every: and those of these steps."""
+    """The checkpoints/ directory of a workdir. keep: the newest so many stay, 0 all; keep_every: and those of these steps.
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int = 0, keep_every: int = 0):
+    clean: remove what saves that never ended left behind, which is for the one process that may be saving.
+    """
+
+    def __init__(self, workdir: pathlib.Path, *, keep: int = 0, keep_every: int = 0, clean: bool = False):
         self.path = workdir / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, keep_period=keep_every or None, create=True)
-        self._manager = ocp.CheckpointManager(self.path.absolute(), options=options, item_names=("state", "run"))
+        self._saving = self.path  # what was written last
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep or None, keep_period=keep_every or None, create=True, cleanup_tmp_directories=clean
+        )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(self.path.absolute(), options=options, item_names=("state", "run"))
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {_first_line(error)}") from None
 
     def latest(self) -> int | None:
+        """Return the newest complete step, None where there is none; waits for a save that has begun."""
+        self.wait()
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
-        """Start saving; returns once the arrays are copied, so that the state may be donated."""
+        """Start saving; returns once the arrays are copied, so that the state may be donated.
+
+        Raises StorageError if the save before failed.
+        """
+        self.wait()
         if step in self._manager.all_steps():
             return
         run = {**run, "versions": {name: importlib.metadata.version(name) for name in VERSIONS}}
         run["state_checksum"] = int(checksum(state))
         run["checksum"] = _checksum(run)
         args = ocp.args.Composite(state=ocp.args.StandardSave(_item(state)), run=ocp.args.JsonSave(run))
-        if not self._manager.save(step, args=args, force=True):
-            raise OSError(f"orbax did not save step {step} in {self.path}")
+        self._saving = self.path / str(step)
+        with self._writing():
+            if not self._manager.save(step, args=args, force=True):
+                raise OSError("orbax did not save it")
+
+    def check(self) -> None:
+        """Raise StorageError if the last save failed; does not wait for it."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Return (state, run) of a step, placed as `abstract` says; raises InputError when it cannot be read."""
@@ -81,11 +105,21 @@ class Checkpoints:
         self._manager.reload()
 
     def wait(self) -> None:
-        """Block until the last save is complete; raises what it raised."""
-        self._manager.wait_until_finished()
+        """Block until the last save is complete; raises StorageError if it failed."""
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError, with the path and then the reason
+            reason = _first_line(error, limit=None).rpartition('": ')[2]
+            raise StorageError(f"{self._saving} cannot be written: {reason}") from error
 
 
 def _item(state: TrainState) -> dict[str, Any]:
@@ -127,9 +161,9 @@ def _checksum(run: dict[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException, *, limit: int | None = 200) -> str:
     text = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {text[:limit]}"
 
 
 def read_config(workdir: pathlib.Path) -> dict[str, Any] | None:

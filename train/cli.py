@@ -1,7 +1,7 @@
 """What every entry point shares: flags, one-line errors, exit codes, logging to stderr.
 
-Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 4 another process of the run was lost, 143/130 after
-SIGTERM/SIGINT with a checkpoint written.
+Exit codes: 0 done, 2 bad input or config, 3 stopped by a guard, 4 another process of the run was lost, 5 the workdir cannot be
+written any more, 143/130 after SIGTERM/SIGINT with a checkpoint written.
 """
 
 import fcntl
@@ -19,22 +19,24 @@ from typing import Any, NoReturn, TextIO
 
 from absl import flags
 
-from train.errors import InputError, ToldElsewhere
+from train.errors import InputError, StorageError, ToldElsewhere
 
-DONE, BAD_INPUT, GUARD, LOST = 0, 2, 3, 4
+DONE, BAD_INPUT, GUARD, LOST, STORAGE = 0, 2, 3, 4, 5
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers SIGTERM or SIGINT so that a loop can stop at a step's end; a second signal ends the process at once."""
+    """Remembers SIGTERM or SIGINT so that a loop can stop at a step's end; a second of either ends the process at once."""
 
     def __init__(self):
         self.signal: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: Any) -> None:
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)
 
     @property
     def exit_code(self) -> int:
@@ -44,6 +46,7 @@ class StopRequest:
 def run(main: Callable[[], int]) -> None:
     """Parse the flags, run `main`, exit with its code; bad input becomes one line on stderr and exit code 2."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)  # orbax logs a traceback of what it raises, too
     for name in ("train", "fp4jax", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO)
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
@@ -59,7 +62,7 @@ def run(main: Callable[[], int]) -> None:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
     except Exception as error:
-        if not _is_one_of_many():
+        if not (_is_one_of_many() or isinstance(error, StorageError)):
             raise
         _leave(error)
     sys.stdout.flush()
@@ -72,18 +75,26 @@ def _is_one_of_many() -> bool:
 
 
 def _leave(error: Exception) -> NoReturn:
-    """End one of many processes at once: an ordinary exit would wait for processes that are lost, and they for this one."""
+    """End at once one of many processes, or one whose save failed.
+
+    An ordinary exit would wait for processes that are lost, and they for this one; and for threads of orbax 0.12.8 that after a
+    failed save wait minutes for what never comes.
+    """
     import jax
 
-    who = f"process {jax.process_index()} of {jax.process_count()}"
+    who = f"process {jax.process_index()} of {jax.process_count()} ends: " if _is_one_of_many() else ""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        lines = str(error).splitlines()
-        print(f"error: {who} ends: another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
+        lines, code = str(error).splitlines(), LOST
+        print(f"error: {who}another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
+    elif isinstance(error, StorageError):
+        code = STORAGE
+        print(f"error: {who}{error}", file=sys.stderr)
     else:
-        print(f"{who} ends: {''.join(traceback.format_exception(error))}", file=sys.stderr)
+        code = 1
+        print(f"{who}{''.join(traceback.format_exception(error))}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(LOST if isinstance(error, jax.errors.JaxRuntimeError) else 1)
+    os._exit(code)
 
 
 def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
@@ -104,9 +115,15 @@ def parse_flags(values: flags.FlagValues, argv: list[str]) -> None:
 
 
 def lock_file(path: pathlib.Path) -> TextIO | None:
-    """Return the open file with an OS lock on it, which dies with the file or its process; None where another holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    """Return the open file with an OS lock on it, which dies with the file or its process; None where another holds it.
+
+    Raises InputError where the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,9 @@
-"""Bad input: the one exception for it, and the type check that every section of the config shares."""
+"""Bad input and a workdir that fails: the exceptions for them, and the type check that every section of the config shares."""
 
+import contextlib
 import dataclasses
+import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -13,6 +16,22 @@ class InputError(Exception):
 
 class ToldElsewhere(InputError):
     """Bad input of a run of many processes, which another of them prints."""
+
+
+class StorageError(Exception):
+    """The workdir of a run cannot be written any more; the same command continues from the newest checkpoint, which is whole.
+
+    Entry points print its message as a single line and exit with code 5.
+    """
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Raise an OSError of the block as a StorageError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def check_types(section: str, settings: Any) -> None:

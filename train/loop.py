@@ -13,7 +13,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -48,19 +48,30 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
     """Check everything that can be checked before a compile, then write config.json and census.json.
 
     Returns (dataset, mesh, census rows). Raises InputError, with nothing written, when the config, the data, the mesh or
-    an existing workdir does not fit.
+    an existing workdir does not fit, or another run is in it.
     """
     with processes.together():
         stored, dataset, mesh, (census, *later) = _check(settings, workdir)
     processes.check_same("config or data", json.dumps(_config_json(settings, dataset)))
     with processes.together():
         if processes.is_primary():
-            if stored is None:  # an old one is rewritten once its checkpoint was read
-                write_json(workdir / "config.json", _config_json(settings, dataset))
-            write_json(workdir / "census.json", census)
-            for phase, rows in zip(settings.schedule, later, strict=True):
-                write_json(workdir / f"census_from_step_{phase.start}.json", rows)
+            with lock(workdir):
+                if read_config(workdir) != stored:  # reading the data took a while
+                    raise InputError(f"{workdir} is in use by another run, which has just begun")
+                if stored is None:  # an old one is rewritten once its checkpoint was read
+                    write_json(workdir / "config.json", _config_json(settings, dataset))
+                write_json(workdir / "census.json", census)
+                for phase, rows in zip(settings.schedule, later, strict=True):
+                    write_json(workdir / f"census_from_step_{phase.start}.json", rows)
     return dataset, mesh, census
+
+
+def lock(workdir: pathlib.Path) -> TextIO:
+    """Return the open file whose lock says that a run is in the workdir; raises InputError where another one is."""
+    file = lock_file(workdir / "lock")
+    if file is None:
+        raise InputError(f"{workdir} is in use by another run")
+    return file
 
 
 def _check(settings: Settings, workdir: pathlib.Path):
@@ -98,7 +109,10 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        with temporary.open("w") as file:
+            file.write(json.dumps(value, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # or a loss of power could leave an empty file
         os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
@@ -148,9 +162,7 @@ class Run:
     ):
         self.settings, self.workdir, self.dataset, self.mesh = settings, workdir, dataset, mesh
         with processes.together():  # before anything looks at the checkpoints of a run that may be alive
-            self._lock = lock_file(workdir / "lock") if processes.is_primary() else None
-            if self._lock is None and processes.is_primary():
-                raise InputError(f"{workdir} is in use by another run")
+            self._lock = lock(workdir) if processes.is_primary() else None
         train = settings.train
         self.tokens_per_step = train.batch_size * settings.data.seq_len
         part, parts = sharding.process_rows(mesh, train.batch_size)
@@ -162,12 +174,12 @@ class Run:
             process_index=part,
             process_count=parts,
         )
-        self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints, keep_every=train.keep_every)
         self.val_loss: float | None = None
         self._skipped = 0  # steps in a row
         self._tokens: dict[int, jax.Array] = {}  # of the newest two steps, by number
         self._programs = {} if programs is None else programs
         try:
+            self.checkpoints = Checkpoints(workdir, keep=train.keep_checkpoints, keep_every=train.keep_every, clean=True)
             self.state, self.done = self._restore_or_init(initial)
             with processes.together():
                 if processes.is_primary():
@@ -243,7 +255,10 @@ class Run:
         return state if initial is None else initial(state), 0
 
     def train(self, stop: StopRequest, *, profile: bool = False) -> Result:
-        """Train until train.steps, the target loss, a signal, or a guard (raises GuardError)."""
+        """Train until train.steps, the target loss, a signal, or a guard (raises GuardError).
+
+        Raises StorageError when the workdir cannot be written any more, also by a save that began some steps ago.
+        """
         train, first = self.settings.train, self.done
         metrics = Metrics(self.workdir if processes.is_primary() else None, restored_step=first)
         agreement, stopped = processes.Agreement(self.mesh), 0
@@ -256,6 +271,7 @@ class Run:
                 while self.done < train.steps and not self._reached_target():
                     if stopped := agreement.largest(stop.signal or 0):
                         break
+                    self.checkpoints.check()
                     self._profile(profile, self.done - first)
                     tokens = sharding.put_rows(self.mesh, next(self.iterator)["tokens"], train.batch_size)
                     self._tokens = {at: kept for at, kept in self._tokens.items() if at == self.done} | {self.done + 1: tokens}
@@ -377,8 +393,10 @@ class Run:
             self._tracing = False
 
     def close(self) -> None:
-        self.checkpoints.close()
-        self._unlock()
+        try:
+            self.checkpoints.close()
+        finally:
+            self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:

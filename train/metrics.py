@@ -1,37 +1,85 @@
 """What a run reports: metrics.jsonl, TensorBoard events, a progress bar on a terminal or log lines without one."""
 
+import contextlib
 import json
 import logging
+import math
 import os
 import pathlib
+import socket
 import sys
 import time
 from typing import Any
 
 import rich.progress
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
+
+from train.errors import writing
 
 log = logging.getLogger(__name__)
 
 
+FLUSH_S = 10  # between two flushes of TensorBoard's events
+
+
 class Rows:
-    """A file of JSON rows with a step each, written as they come; on resume, rows past the restored step are cut."""
+    """A file of JSON rows with a step each, written as they come; on resume, rows past the restored step are cut.
+
+    Raises StorageError where it cannot be written.
+    """
 
     def __init__(self, path: pathlib.Path, *, restored_step: int):
         self._path, self._file = path, None
+        kept = []
         if path.exists():
             kept = [row for row in read_rows(path) if row["step"] <= restored_step]
             temporary = path.with_suffix(".jsonl.tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(temporary, path)
+            with writing(path):
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                os.replace(temporary, path)
+        self.kept_steps = {row["step"] for row in kept}
 
     def write(self, row: dict[str, Any]) -> None:
-        if self._file is None:  # no file before the first row
-            self._file = self._path.open("a", buffering=1)
-        self._file.write(json.dumps(row) + "\n")
+        with writing(self._path):
+            if self._file is None:  # no file before the first row
+                self._file = self._path.open("a", buffering=1)
+            self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
+            with writing(self._path):
+                self._file.close()
+
+
+class Events:
+    """TensorBoard's events of one run from a step on; those of an earlier run past that step are hidden.
+
+    Written as they come, by the calling thread: that of tensorboardX's SummaryWriter dies of its first error, a full disk say,
+    and ten scalars later the run waits for it for ever. Raises StorageError where they cannot be written.
+    """
+
+    def __init__(self, workdir: pathlib.Path, *, first_step: int):
+        self._path = workdir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._flushed = -math.inf
+        with writing(self._path):
+            self._file = RecordWriter(str(self._path))
+        self._write(step=first_step, file_version="brain.Event:2")
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        self._write(step=step, summary=summary.scalar(name, value))
+
+    def _write(self, **event: Any) -> None:
+        with writing(self._path):
+            self._file.write(Event(wall_time=time.time(), **event).SerializeToString())
+            if time.monotonic() > self._flushed + FLUSH_S:
+                self._file.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        with writing(self._path):
             self._file.close()
 
 
@@ -45,10 +93,11 @@ class Metrics:
         self._rows, self._diagnosis = (
             Rows(workdir / name, restored_step=restored_step) for name in ("metrics.jsonl", "diagnosis.jsonl")
         )
-        (workdir / "metrics.jsonl").touch()
-        self._tensorboard = tensorboardX.SummaryWriter(
-            str(workdir), purge_step=restored_step + 1, write_to_disk=True, flush_secs=10
-        )
+        if missing := restored_step - len(self._rows.kept_steps):
+            log.warning("%s: no rows of %d of %d steps", workdir / "metrics.jsonl", missing, restored_step)
+        with writing(workdir / "metrics.jsonl"):
+            (workdir / "metrics.jsonl").touch()
+        self._tensorboard = Events(workdir, first_step=restored_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         if not self._writes:
@@ -56,7 +105,7 @@ class Metrics:
         self._rows.write(row)
         for name, value in row.items():
             if name not in ("step", "tokens"):
-                self._tensorboard.add_scalar(name, value, row["step"])
+                self._tensorboard.scalar(name, value, row["step"])
 
     def write_diagnosis(self, rows: list[dict[str, Any]], averages: dict[str, float]) -> None:
         """Write one step's rows as they are, and their averages as TensorBoard scalars."""
@@ -65,14 +114,14 @@ class Metrics:
         for row in rows:
             self._diagnosis.write(row)
         for name, value in averages.items():
-            self._tensorboard.add_scalar(f"diagnosis/{name}", value, rows[0]["step"])
+            self._tensorboard.scalar(f"diagnosis/{name}", value, rows[0]["step"])
 
     def close(self) -> None:
         if not self._writes:
             return
-        self._rows.close()
-        self._diagnosis.close()
-        self._tensorboard.close()
+        with contextlib.ExitStack() as stack:  # all three, whichever fails
+            for part in (self._rows, self._diagnosis, self._tensorboard):
+                stack.callback(part.close)
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
