@@ -9,7 +9,7 @@ from helpers import Processes, argv, wait_for_step, write_corpus
 from train import cli
 from train.errors import StorageError
 
-STEPS = {"train__steps": 9, "train__checkpoint_every": 2, "train__eval_every": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
+STEPS = {"quant__recipe": "none", "train__checkpoint_every": 2, "train__eval_every": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 
 
 @pytest.fixture(scope="module")
