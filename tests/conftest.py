@@ -59,15 +59,3 @@ def finished(tmp_path_factory):
         code, out, err = helpers.run("train.main", *helpers.argv(corpus, directory / "run", **helpers.FINISHED))
         assert code == 0, err
         yield corpus, directory / "run", out, err
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """A corpus; and what the module starts shares its compiled programs, which are compiled quickly."""
-    from helpers import write_corpus
-
-    directory = tmp_path_factory.mktemp("compiled_once")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        yield write_corpus(directory)

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from helpers import Processes, argv, rows, run, wait_for_step
+from helpers import Processes, argv, rows, run, wait_for_step, write_corpus
 
 from train import processes
 from train.errors import InputError
@@ -12,14 +12,22 @@ from train.errors import InputError
 STEPS = {"train__steps": 9, "train__checkpoint_every": 2, "train__eval_every": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 
 
-def test_two_then_four_processes_train_what_one_does(compiled_once, tmp_path):
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield write_corpus(directory)
+
+
+def test_two_then_four_processes_train_what_one_does(corpus, tmp_path):
     """Stopped by a signal that only one process gets, with one process's part of the newest checkpoint cut short."""
     changes = {**STEPS, "quant__recipe": "mxfp4_sr"}
-    code, out, err = run("train.main", *argv(compiled_once, tmp_path / "one", **changes), devices=4)
+    code, out, err = run("train.main", *argv(corpus, tmp_path / "one", **changes), devices=4)
     assert code == 0, err
 
     workdir = tmp_path / "many"
-    longer = argv(compiled_once, workdir, **changes)
+    longer = argv(corpus, workdir, **changes)
     two = Processes(longer, 2)
     wait_for_step(workdir, 5)
     two.send(1, signal.SIGTERM)
@@ -39,10 +47,8 @@ def test_two_then_four_processes_train_what_one_does(compiled_once, tmp_path):
     assert rows(workdir) == rows(tmp_path / "one")
 
 
-def test_processes_with_different_configs_are_refused_together(compiled_once, tmp_path):
-    codes, _, errors = Processes(
-        argv(compiled_once, tmp_path / "run", mesh__fsdp=4), 2, extra={1: ["--config.train.seed=5"]}
-    ).wait()
+def test_processes_with_different_configs_are_refused_together(corpus, tmp_path):
+    codes, _, errors = Processes(argv(corpus, tmp_path / "run", mesh__fsdp=4), 2, extra={1: ["--config.train.seed=5"]}).wait()
     assert codes == [2, 2]
     assert errors == ["error: process 0: processes [1] have another config or data than process 0\n", ""]
     assert not (tmp_path / "run").exists()

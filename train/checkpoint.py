@@ -34,6 +34,7 @@ class Checkpoints:
     def __init__(self, workdir: pathlib.Path, *, keep: int = 0, keep_every: int = 0, clean: bool = False):
         self.path = workdir / "checkpoints"
         self._saving = self.path  # what was written last
+        self._drained = contextlib.ExitStack()  # while a save is under way
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep or None, keep_period=keep_every or None, create=True, cleanup_tmp_directories=clean
         )
@@ -64,6 +65,7 @@ class Checkpoints:
         run["checksum"] = _checksum(run)
         args = ocp.args.Composite(state=ocp.args.StandardSave(_item(state)), run=ocp.args.JsonSave(run))
         self._saving = self.path / str(step)
+        self._drained.enter_context(drained_loops())
         with self._writing():
             if not self._manager.save(step, args=args, force=True):
                 raise OSError("orbax did not save it")
@@ -81,7 +83,7 @@ class Checkpoints:
         arrays, record = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
         with processes.together():  # by the handlers: the manager waits for all processes, and one may not be able to read
             try:
-                with reads_drained():
+                with drained_loops():
                     parts = arrays.restore(item / "state", args=ocp.args.StandardRestore(_item(abstract)))
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
             except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
@@ -106,11 +108,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Block until the last save is complete; raises StorageError if it failed."""
-        with self._writing():
+        with self._drained, self._writing():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        with self._writing():
+        with self._drained, self._writing():
             self._manager.close()
 
     @contextlib.contextmanager
@@ -141,11 +143,11 @@ class _DrainedLoop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def reads_drained() -> Iterator[None]:
-    """Let orbax read through loops of the class above.
+def drained_loops() -> Iterator[None]:
+    """Let orbax read and write through loops of the class above.
 
-    The first array that cannot be read ends a restore of orbax 0.12.8 and closes its loop. The other reads then have
-    nowhere to report to, and Python prints a traceback for each, from other threads and at any later time.
+    The first array that cannot be read or written ends a restore or save of orbax 0.12.8 and closes its loop. The other reads
+    and writes then have nowhere to report to, and Python prints a traceback for each, from other threads and at any later time.
     """
     factory = asyncio.new_event_loop
     asyncio.new_event_loop = _DrainedLoop

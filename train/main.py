@@ -49,9 +49,9 @@ def main() -> int:
     except loop.GuardError as error:
         if processes.is_primary():
             print(f"stopped by a guard: {error}", file=sys.stderr)
-        return cli.GUARD
-    finally:
         run.close()
+        return cli.GUARD
+    run.close()  # not after other exceptions: it waits for a save, which may wait for a process that is lost
     if processes.is_primary():
         cli.print_result(
             {

@@ -103,7 +103,7 @@ def test_reads_that_failed_late_are_awaited():
         await asyncio.gather(fail(0.0), fail(0.02))
 
     factory = asyncio.new_event_loop
-    with checkpoint.reads_drained(), pytest.raises(OSError, match=r"^0\.0$"):
+    with checkpoint.drained_loops(), pytest.raises(OSError, match=r"^0\.0$"):
         asyncio_utils.run_sync(both())
     assert ended == [0.0, 0.02]
     assert asyncio.new_event_loop is factory
