@@ -173,20 +173,21 @@ def matmul(
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
 
 
-def stay(operand: Any, partition: Partition, name: str) -> Any:
-    """Return x, w or dy, an array or a QTensor, cast where it lies: each device casts its own part of it.
+def stay(cast: Any, partition: Partition, operand: str) -> Any:
+    """Return a cast of x, w or dy, array or QTensor, pinned to where the operand lies: each device casts its own part of it.
 
     Without this XLA is free to move an operand of wgrad from tokens to features before the cast, so as to save the sum of
-    dw: it then sends every activation around, once for each of its casts.
+    dw: it then sends every activation around, once for each of its casts. Where blocks straddle the shards of a weight, XLA
+    adds a maximum over devices. A dimension that does not divide is left whole.
     """
-    axes = partition.of(name)
+    axes = partition.of(operand)
 
-    def constrain(leaf):
+    def pin(leaf):  # a scale that is one for the whole tensor has length 1
         lengths = zip(axes, leaf.shape, strict=True)
         spec = PartitionSpec(*(a if n > 1 and n % _size(a, partition.mesh) == 0 else None for a, n in lengths))
         return lax.with_sharding_constraint(leaf, NamedSharding(partition.mesh, spec))
 
-    return jax.tree.map(constrain, operand)
+    return jax.tree.map(pin, cast)
 
 
 def wgrad(dot: Callable[[Any, Any], jax.Array], x: Any, dy: Any, partition: Partition) -> jax.Array:
