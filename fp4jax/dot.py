@@ -310,7 +310,12 @@ def _pack(how: _How, gemm: str, operand: jax.Array, key: bits.Key | None) -> qte
         operand = _fake(index, fprop, (operand, 1 - axis), fprop_key, _signs(fprop, fprop_key), OPERANDS[gemm][index])
     gemm_key = _gemm_key(key, gemm)
     operand, operand_key, _ = _prepare(index, spec, (operand, axis), gemm_key, _signs(spec, gemm_key), OPERANDS[gemm][index])
-    return _named(quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key))
+    packed = quantize.quantize(lax.stop_gradient(operand), operand_spec, axis, key=operand_key)
+    return _named(_stay(how, packed, OPERANDS[gemm][index]))
+
+
+def _stay(how: _How, cast, operand: str):
+    return cast if how.partition is None else kernels.stay(cast, how.partition, operand)
 
 
 def _dot_2d(how: _How, x, w, key, history, ready, sums):
@@ -511,6 +516,8 @@ def _cast_operand(how: _How, gemm, index, operand_and_axis, gemm_key, signs, ama
         cast = operand.astype(jnp.bfloat16)
     else:
         cast = quantize.quantize(operand, operand_spec, axis, key=operand_key, amax=amax)
+    if impl != "triton":
+        cast = _stay(how, cast, name)
     return cast, measured, first
 
 

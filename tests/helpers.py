@@ -20,6 +20,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from fp4jax import dot
+from fp4jax.ops import kernels
 from models.llama import LINEAR_PATHS
 from train import checkpoint, cli, config, loop, sharding, step
 
@@ -306,3 +307,17 @@ def unpair_rotations(monkeypatch):
         return prepare(index, spec, operand_and_axis, gemm_key, signs, name, **rest)
 
     monkeypatch.setattr(dot, "_prepare", unpaired)
+
+
+def break_sums(monkeypatch, fault):
+    """Let every sum over devices that is written out be "missing", so that one device's share is all, or be "doubled"."""
+    real = kernels._sum_over
+
+    def broken(axes, scatter, dtype):
+        add, names = real(axes, scatter, dtype), kernels._names(axes[2])
+        if not names:
+            return add
+        alone = lambda product: jnp.where(jax.lax.axis_index(names) == 0, product, 0)  # noqa: E731
+        return lambda product: add(alone(product) if fault == "missing" else jax.lax.psum(product, names))
+
+    monkeypatch.setattr(kernels, "_sum_over", broken)

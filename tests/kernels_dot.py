@@ -160,16 +160,22 @@ def test_a_gradient_is_summed_over_all_that_its_tokens_are_split_over(m, stored)
         value_and_grads(x, w, dy, recipe=recipe, impl="triton", partition=part)
 
 
-def test_a_psum_left_out_is_seen(monkeypatch):
-    """The comparison above has teeth: without the sum over the model axis a row-parallel product is one shard's."""
-    data, model, axes, stored = PARTITIONS["row"]
+@pytest.mark.parametrize(("where", "fault"), [("row", "missing"), ("fsdp", "doubled")])
+def test_a_sum_over_devices_that_is_missing_or_doubled_is_seen(monkeypatch, where, fault):
+    """The comparison above has teeth: dw is always summed over tokens, y over a split input and dx over a split output."""
+    data, model, axes, stored = PARTITIONS[where]
     mesh = interpreter.mesh(data, model)
-    recipe = recipes.get("mxfp4")
     x, w, dy = operands()
-    wanted = value_and_grads(x, w, dy, recipe=recipe, impl="triton")[0]
-    monkeypatch.setattr(kernels.lax, "psum", lambda product, _: product)
-    got = value_and_grads(x, w, dy, recipe=recipe, impl="triton", partition=Partition(mesh, *axes, stored))[0]
-    assert np.linalg.norm(got - wanted) > 0.1 * np.linalg.norm(wanted)
+    run = functools.partial(value_and_grads, x, w, dy, recipe=recipes.get("mxfp4"), impl="triton")
+    wanted = run()
+    helpers.break_sums(monkeypatch, fault)
+    y, dx, dw = (
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(run(partition=Partition(mesh, *axes, stored)), wanted, strict=True)
+    )
+    off = {"y": where == "row", "dx": where == "column", "dw": True}
+    for name, error in {"y": y, "dx": dx, "dw": dw}.items():
+        assert (error > 0.5) if off[name] else (error < 1e-5), (name, error)
 
 
 def test_shards_that_blocks_would_straddle_raise():

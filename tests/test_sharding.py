@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 from helpers import initial_state, leaves, settings, tokens, write_corpus
 
+from benchmarks import mesh_cell as benchmark
 from fp4jax import bits, recipes
 from fp4jax.numerics import Numerics
 from fp4jax.ops import kernels
@@ -266,12 +267,13 @@ def test_pieces_of_a_sequence_with_blockwise_attention_and_a_chunked_loss(corpus
 
 @functools.cache
 def first_gradient(s):
-    """Return (loss, gradients) of step 0."""
+    """Return (loss, gradients of step 0, the collectives of the program that computed them)."""
     mesh = sharding.make_mesh(s.mesh)
     state = initial_state(s, mesh)
-    gradient = jax.jit(step.make_gradient(s, mesh))
-    loss, (grads, _, _) = gradient(state.params, state.history, {}, tokens(s), bits.step_key(state.seed, state.step))
-    return float(loss), leaves(grads)
+    arguments = state.params, state.history, {}, tokens(s), bits.step_key(state.seed, state.step)
+    gradient = jax.jit(step.make_gradient(s, mesh)).lower(*arguments).compile()
+    loss, (grads, _, _) = gradient(*arguments)
+    return float(loss), leaves(grads), benchmark.collectives(gradient.as_text())
 
 
 @pytest.mark.parametrize("recipe", ["none", "mxfp4_h16", "mxfp4_sr", "nvidia_nvfp4", "fp8_delayed"])
@@ -282,10 +284,28 @@ def test_the_first_gradient_agrees_with_random_bits_global_scales_and_history(co
     Without kept blocks: BF16 operands round otherwise after any change of summation order, and NVFP4 codes follow (LOG.md).
     """
     s = tiny(corpus, recipe, data__seq_len=64, quant__keep_last=0)
-    (one, expected), (loss, grads) = first_gradient(s), first_gradient(dataclasses.replace(s, mesh=MESHES[where]))
+    (one, expected, none), (loss, grads, _) = first_gradient(s), first_gradient(dataclasses.replace(s, mesh=MESHES[where]))
+    assert not none
     assert abs(loss - one) < 1e-5 * one
     for path, dw in expected.items():
         assert np.linalg.norm(grads[path] - dw) < (1e-5 if recipe == "none" else 1e-3) * np.linalg.norm(dw), path
+
+
+STRADDLING = {"all-reduce s32": 7}  # maxima of the blocks of 32 of weights that lie in pieces of 16 rows, one per kind of layer
+
+
+@pytest.mark.parametrize(("recipe", "where", "more"), [
+    ("mxfp4_h16", "fsdp 2 × context 2 × tensor 2", {}),
+    ("nvidia_nvfp4", "fsdp 2 × context 2 × tensor 2", {}),
+    ("mxfp4_h16", "fsdp 4 × tensor 2", STRADDLING),
+    ("fp8_delayed", "fsdp 4 × tensor 2", {}),
+])  # fmt: skip
+def test_a_recipe_sends_what_none_does_and_scalars_for_its_tensor_scales(corpus, recipe, where, more):
+    s, none = (tiny(corpus, name, MESHES[where], data__seq_len=64, quant__keep_last=0) for name in (recipe, "none"))
+    (_, _, found), (_, _, plain) = first_gradient(s), first_gradient(none)
+    assert plain
+    assert benchmark.unexpected(s, found, plain) == more
+    assert found.get(benchmark.MAXIMUM, 0) == benchmark.tensor_maxima(s)
 
 
 # ---- The sum of the weights' gradients over devices ----

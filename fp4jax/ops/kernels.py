@@ -7,13 +7,14 @@ codes and scales.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp4jax import bits, rounding
 from fp4jax.ops import qtensor, triton_call
@@ -172,6 +173,23 @@ def matmul(
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
 
 
+def stay(cast: Any, partition: Partition, operand: str) -> Any:
+    """Return a cast of x, w or dy, array or QTensor, pinned to where the operand lies: each device casts its own part of it.
+
+    Without this XLA is free to move an operand of wgrad from tokens to features before the cast, so as to save the sum of
+    dw: it then sends every activation around, once for each of its casts. Where blocks straddle the shards of a weight, XLA
+    adds a maximum over devices. A dimension that does not divide is left whole.
+    """
+    axes = partition.of(operand)
+
+    def pin(leaf):  # a scale that is one for the whole tensor has length 1
+        lengths = zip(axes, leaf.shape, strict=True)
+        spec = PartitionSpec(*(a if n > 1 and n % _size(a, partition.mesh) == 0 else None for a, n in lengths))
+        return lax.with_sharding_constraint(leaf, NamedSharding(partition.mesh, spec))
+
+    return jax.tree.map(pin, cast)
+
+
 def wgrad(dot: Callable[[Any, Any], jax.Array], x: Any, dy: Any, partition: Partition) -> jax.Array:
     """Return dot(x, dy), float32 [K, N], of x [M, K] and dy [M, N], arrays or QTensors, summed over the devices' tokens.
 
@@ -213,6 +231,10 @@ def _sum_over(
 
 def _names(axis: AxisName) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _size(axis: AxisName, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axis))
 
 
 def _more(now: AxisName, wanted: AxisName) -> tuple[str, ...]:

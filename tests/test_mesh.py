@@ -1,0 +1,107 @@
+"""One layer on a mesh: its casts bit for bit, its products up to the order of summation, and faults in its sums are seen.
+
+What benchmarks/mesh.py tabulates, for a tiny model. tests/test_sharding.py trains on meshes.
+"""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from benchmarks import mesh_cell as benchmark
+from fp4jax import bits, quantized_dot_general, recipes
+from fp4jax.ops.kernels import Partition
+from train import sharding
+
+CELLS = [
+    ("mxfp4_h16", {"fsdp": 8}),
+    ("nvidia_nvfp4", {"fsdp": 2, "tensor": 2}),
+    ("mxfp4_sr", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ("mxfp4_rht16", {"fsdp": 2, "context": 2, "tensor": 2}),
+]
+
+
+def tiny(recipe, **mesh):
+    """Return settings of 512 tokens; every device has a block of each dimension."""
+    sizes = {"data__seq_len": 64, "model__n_heads": 2, "model__n_kv_heads": 2, "model__d_model": 256}
+    axes = {f"mesh__{axis}": size for axis, size in ({"fsdp": 1} | mesh).items()}
+    return helpers.settings("unread", **sizes, quant__recipe=recipe, **axes)
+
+
+@pytest.mark.parametrize(("recipe", "mesh"), CELLS)
+def test_casts_of_the_same_input_are_the_same_bits_and_layers_agree_up_to_summation_order(recipe, mesh):
+    one, on_mesh = tiny(recipe), tiny(recipe, **mesh)
+    expected, found = benchmark.casts(one), benchmark.casts(on_mesh)
+    assert len(expected) >= 4 * 6 * 2  # kinds of layers, casts of each, codes and scales
+    for name, wanted in expected.items():
+        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+    error, where = benchmark.worst(benchmark.layers_alone(on_mesh), benchmark.layers_alone(one))
+    assert error < 1e-6, where
+
+
+def test_casts_that_forget_where_a_shard_lies_or_which_step_it_is_are_seen(monkeypatch):
+    s = tiny("mxfp4_sr", fsdp=2, context=2, tensor=2)
+    expected = benchmark.casts(s)
+    drawn = {name for name in expected if name.split()[1] in ("dgrad", "wgrad") and name.endswith(" 0")}
+
+    def other(found):
+        return {name for name, wanted in expected.items() if not np.array_equal(found[name], wanted)}
+
+    assert other(benchmark.casts(s, step_number=1)) == drawn
+    time_first = benchmark.dot._time_first
+    monkeypatch.setattr(benchmark.dot, "_time_first", lambda x, n, recipe, key: (time_first(x, n, recipe, key)[0], key))
+    assert other(benchmark.casts(s)) == {name for name in drawn if not name.endswith(" w 0")}
+
+
+DN = (((1,), (0,)), ((), ()))
+M, K, N = 256, 128, 64
+PARTITIONS = {  # shape of the mesh; axes of M, K, N; of the stored weight
+    "data": ((8, 1), ("data", None, None), (None, None)),
+    "fsdp": ((4, 1), ("data", None, None), ("data", None)),
+    "column, fsdp": ((2, 2), ("data", None, "model"), ("data", "model")),
+    "row, fsdp": ((2, 2), ("data", "model", None), ("model", "data")),
+}
+
+
+def gradients(where, recipe, reduce):
+    """Return (dw on the mesh, dw on one device)."""
+    shape, axes, stored = PARTITIONS[where]
+    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    x, w, dy = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((M, K), (K, N), (M, N)))
+    key = bits.step_key(0, 0) if recipe.needs_key else None
+
+    def dw(x, w, dy, partition):
+        dot = functools.partial(quantized_dot_general, recipe=recipe, key=key, partition=partition)
+        return jax.vjp(lambda w: dot(x, w, DN), w)[1](dy)[0]
+
+    place = lambda a, *names: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*names)))  # noqa: E731
+    split = place(x, *axes[:2]), place(w, *stored), place(dy, axes[0], axes[2])
+    on_mesh = jax.jit(functools.partial(dw, partition=Partition(mesh, *axes, stored, reduce=reduce)))(*split)
+    return np.asarray(on_mesh), np.asarray(dw(x, w, dy, None))
+
+
+def off(pair):
+    return np.linalg.norm(pair[0] - pair[1]) / np.linalg.norm(pair[1])
+
+
+@pytest.mark.parametrize("recipe", ["none", "mxfp4_sr"])
+@pytest.mark.parametrize("where", PARTITIONS)
+def test_dw_is_the_unsharded_one_and_a_missing_or_doubled_sum_is_seen(monkeypatch, where, recipe):
+    run = functools.partial(gradients, where, recipes.get(recipe))
+    assert off(run("auto")) < 1e-6
+    assert off(run("float32")) < 1e-6
+    for fault in ("missing", "doubled"):
+        with monkeypatch.context() as patch:
+            helpers.break_sums(patch, fault)
+            assert off(run("float32")) > 0.5
+
+
+def test_the_check_of_casts_covers_each_way_a_layer_is_split():
+    kinds = {tuple(axis is not None for axis in sharding.LINEAR_AXES[path]) for path in benchmark.KINDS}
+    assert kinds == {tuple(axis is not None for axis in axes) for axes in sharding.LINEAR_AXES.values()}
