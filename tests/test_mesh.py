@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import mesh_cell as benchmark
 from fp4jax import bits, quantized_dot_general, recipes
+from fp4jax.ops import kernels
 from fp4jax.ops.kernels import Partition
 from train import sharding
 
@@ -64,6 +65,18 @@ def test_casts_that_forget_where_a_shard_lies_or_which_step_it_is_are_seen(monke
     time_first = benchmark.dot._time_first
     monkeypatch.setattr(benchmark.dot, "_time_first", lambda x, n, recipe, key: (time_first(x, n, recipe, key)[0], key))
     assert other(benchmark.casts(s, kinds=KINDS)) == {name for name in drawn if not name.endswith(" w 0")}
+
+
+def test_no_activation_travels_to_be_cast(monkeypatch):
+    """Where dw is split over fsdp, XLA would rather move x and dy to its features than sum it: 28 all-to-alls more."""
+
+    def collectives(recipe):
+        return benchmark.Program(tiny(recipe, fsdp=8)).collectives
+
+    none = collectives("none")
+    assert benchmark.difference(collectives("mxfp4_h16"), none) == {}
+    monkeypatch.setattr(kernels, "stay", lambda cast, *_: cast)
+    assert benchmark.difference(collectives("mxfp4_h16"), none)["all-to-all f32"] == 28
 
 
 DN = (((1,), (0,)), ((), ()))
