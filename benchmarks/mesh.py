@@ -119,10 +119,8 @@ def render(done: dict[str, Any]) -> str:
     """Return the table as Markdown."""
     commits = ", ".join(sorted({cell["commit"] for cell in done.values() if "commit" in cell}))
     lines = ["# Meshes against one device", "", str(__doc__).split("\n\n", 2)[2].strip().split("\n    loss")[0], ""]
-    lines += [
-        f"Measured at commit {commits}; written {datetime.date.today()}; {MACHINE}, jax {jax.__version__}, `python -m benchmarks.mesh`.",
-        "",
-    ]
+    how = f"{MACHINE}, jax {jax.__version__}, `python -m benchmarks.mesh`"
+    lines += [f"Measured at commit {commits}; written {datetime.date.today()}; {how}.", ""]
     cells = [(recipe, mesh) for recipe in RECIPES for mesh in MESHES if key_of(recipe, mesh, False) in done]
     all_met = {(recipe, mesh_cell.name_of(mesh)): verdicts(recipe, mesh, done) for recipe, mesh in cells}
     count = collections.Counter(what for met in all_met.values() for what, ok in met.items() if ok)
