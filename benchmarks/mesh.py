@@ -60,7 +60,8 @@ class Cells:
             self.done |= json.loads(path.read_text())
 
     def add(self, name: str, values: dict[str, Any]) -> None:
-        self.done[name] = values
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        self.done[name] = values = {**values, "commit": head.stdout.strip() or "unknown"}
         path = self._dir / (re.sub(r"[^\w=]+", "_", name) + ".json")
         path.write_text(json.dumps({name: values}, indent=1, ensure_ascii=False))
         print(f"{datetime.datetime.now():%H:%M:%S}  {name}  {json.dumps(values, ensure_ascii=False)[:400]}", flush=True)
@@ -116,9 +117,10 @@ def verdicts(recipe: str, mesh: dict[str, int], done: dict[str, Any]) -> dict[st
 
 def render(done: dict[str, Any]) -> str:
     """Return the table as Markdown."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commits = ", ".join(sorted({cell["commit"] for cell in done.values() if "commit" in cell}))
     lines = ["# Meshes against one device", "", str(__doc__).split("\n\n", 2)[2].strip().split("\n    loss")[0], ""]
-    lines += [f"Commit {commit}, {datetime.date.today()}, {MACHINE}, jax {jax.__version__}, `python -m benchmarks.mesh`.", ""]
+    how = f"{MACHINE}, jax {jax.__version__}, `python -m benchmarks.mesh`"
+    lines += [f"Measured at commit {commits}; written {datetime.date.today()}; {how}.", ""]
     cells = [(recipe, mesh) for recipe in RECIPES for mesh in MESHES if key_of(recipe, mesh, False) in done]
     all_met = {(recipe, mesh_cell.name_of(mesh)): verdicts(recipe, mesh, done) for recipe, mesh in cells}
     count = collections.Counter(what for met in all_met.values() for what, ok in met.items() if ok)
@@ -160,7 +162,7 @@ def render(done: dict[str, Any]) -> str:
     if lowered := done.get("lowered"):
         lines += ["", "`llama3_8b_mlperf` (mxfp4_h16, kernels) lowered for ROCm on meshes that are not there.", ""]
         lines += _row(["mesh", "batch", "seconds", "kernel calls", "collectives written out"]) + _row(["---"] * 5)
-        for name, row in lowered.items():
+        for name, row in ((name, row) for name, row in lowered.items() if name != "commit"):
             lines += _row([name, row["batch"], row["seconds"], row["kernel calls"], _counts(row["written"])])
     return "\n".join(lines) + "\n"
 

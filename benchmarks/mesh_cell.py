@@ -105,7 +105,7 @@ def worst(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, st
 # ---- Casts ----
 
 
-def casts(settings: config.Settings, *, step_number: int = 0) -> dict[str, np.ndarray]:
+def casts(settings: config.Settings, *, kinds: tuple[str, ...] = KINDS, step_number: int = 0) -> dict[str, np.ndarray]:
     """Return codes and scales of every operand of a layer of each kind, as bytes, tokens in the order [B, T].
 
     The operands are the same for every mesh and lie on the settings' mesh as in training; the key is that of a step.
@@ -135,8 +135,8 @@ def casts(settings: config.Settings, *, step_number: int = 0) -> dict[str, np.nd
                 out[f"{path} {gemm} {name}"] = jax.tree.leaves(cast)
         return out
 
-    arguments = _placed(settings, mesh)
-    done = jax.jit(lambda all_: [cast_layer(p, *a) for p, a in zip(KINDS, all_, strict=True)])(arguments)
+    arguments = _placed(settings, mesh, kinds)
+    done = jax.jit(lambda all_: [cast_layer(path, *a) for path, a in zip(kinds, all_, strict=True)])(arguments)
     pieces = sharding.split(mesh, "time")
     return {
         f"{what} {i}": np.asarray(_in_time_order(what, np.asarray(leaf), settings.train.batch_size, pieces)).view(np.uint8)
@@ -146,7 +146,7 @@ def casts(settings: config.Settings, *, step_number: int = 0) -> dict[str, np.nd
     }
 
 
-def layers_alone(settings: config.Settings) -> dict[str, np.ndarray]:
+def layers_alone(settings: config.Settings, *, kinds: tuple[str, ...] = KINDS) -> dict[str, np.ndarray]:
     """Return y, dx and dw of a layer of each kind by itself, for the operands and the key of `casts`."""
     mesh = sharding.make_mesh(settings.mesh)
     part_of = sharding.partition(mesh, settings.train.grad_reduce_dtype)
@@ -159,19 +159,19 @@ def layers_alone(settings: config.Settings) -> dict[str, np.ndarray]:
         y, pull = jax.vjp(product, x_BTK, w_KN)
         return dict(zip(("y", "dx", "dw"), (y, *pull(dy_BTN)), strict=True))
 
-    run_all = jax.jit(lambda all_: [run(path, *a) for path, a in zip(KINDS, all_, strict=True)])
-    done = run_all(_placed(settings, mesh))
-    return {f"{path} {name}": np.asarray(z) for path, of in zip(KINDS, done, strict=True) for name, z in of.items()}
+    run_all = jax.jit(lambda all_: [run(path, *a) for path, a in zip(kinds, all_, strict=True)])
+    done = run_all(_placed(settings, mesh, kinds))
+    return {f"{path} {name}": np.asarray(z) for path, of in zip(kinds, done, strict=True) for name, z in of.items()}
 
 
-def _placed(settings: config.Settings, mesh) -> list[tuple[jax.Array, ...]]:
+def _placed(settings: config.Settings, mesh, kinds: tuple[str, ...]) -> list[tuple[jax.Array, ...]]:
     """Return x [B, T, K], w and dy [B, T, N] of every kind of layer, where training has them."""
 
     def place(array, *axes):
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
     part_of, out = sharding.partition(mesh), []
-    for path in KINDS:
+    for path in kinds:
         x, w, dy = _operands(settings, path)
         part = part_of(path) if part_of else None
         k, n, stored = (part.k, part.n, part.stored) if part else (None, None, (None, None))
