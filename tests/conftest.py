@@ -13,7 +13,17 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The files that take longest come first, so that the workers end together.
+LONG = """
+test_sharding test_kernels test_mesh test_diagnosis test_plan test_step test_recipe test_dot test_ablate test_residuals
+test_llama test_stats test_kills test_processes test_evaluate test_numerics test_optimizer test_quantize
+test_lost_process test_exit_codes test_config
+""".split()
 OPTIMIZED = ("test_bits", "test_plan", "test_quantize", "test_rotation", "test_rounding", "test_scales")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.module.__name__) if item.module.__name__ in LONG else len(LONG))
 
 
 @pytest.fixture(scope="module", autouse=True)
