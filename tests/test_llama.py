@@ -492,7 +492,7 @@ def test_init_draws_the_configured_std():
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"rope_theta": math.inf}, "rope_theta=inf"),
         ({"rope_low_freq_factor": 4.0}, "4.0"),
-        ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
         ({"remat": "all"}, "remat='all'"),
         ({"remat": None}, "remat=None"),
         ({"scan_layers": 1}, "scan_layers=1"),
