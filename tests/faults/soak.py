@@ -111,7 +111,7 @@ class Start:
             (directory / f"phase.{i}").write_text("start-up    ")
             joined = [f"--coordinator={address}", f"--processes={count}", f"--process={i}"] if count > 1 else []
             with open(directory / f"stdout.{i}", "w") as out, open(directory / f"stderr.{i}", "w") as err:
-                command = [sys.executable, __file__, f"--child={i}", f"--directory={directory}", *arguments, *joined]
+                command = [sys.executable, __file__, "child", str(directory), str(i), *arguments, *joined]
                 self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err))
 
     def phase(self):
@@ -271,11 +271,7 @@ def main():
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=pathlib.Path, help=argparse.SUPPRESS)
-    options, rest = parser.parse_known_args()
-    if options.child is not None:
-        child(options.directory, options.child, rest)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         wrong = soak(pathlib.Path(directory), kills=options.kills, count=options.processes, seed=options.seed)
     for line in wrong:
@@ -284,4 +280,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:  # its other arguments are those of train.main
+        child(pathlib.Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     main()
