@@ -20,21 +20,20 @@ import argparse
 import collections
 import datetime
 import json
+import math
 import pathlib
 import re
-import subprocess
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import mesh_cell
 from benchmarks.mesh_cell import STEPS, Program, casts, difference, layers_alone, relative, settings_for, unexpected, worst
 from fp4jax.ops import triton_call
-from train import config, sharding, step
+from train import config, page, sharding, step
 
 PERTURBATIONS = 5
 RECIPES = ("none", "mxfp4_h16", "nvidia_nvfp4", "mxfp4_sr", "nvidia_nvfp4 keep_last=0")
@@ -60,8 +59,7 @@ class Cells:
             self.done |= json.loads(path.read_text())
 
     def add(self, name: str, values: dict[str, Any]) -> None:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        self.done[name] = values = {**values, "commit": head.stdout.strip() or "unknown"}
+        self.done[name] = values = {**values, "commit": page.commit()}
         path = self._dir / (re.sub(r"[^\w=]+", "_", name) + ".json")
         path.write_text(json.dumps({name: values}, indent=1, ensure_ascii=False))
         print(f"{datetime.datetime.now():%H:%M:%S}  {name}  {json.dumps(values, ensure_ascii=False)[:400]}", flush=True)
@@ -189,11 +187,10 @@ def lower_mlperf(mesh: dict[str, int], arch: str = "gfx950") -> dict[str, Any]:
 
     c: Any = llama3_8b_mlperf.get_config().unlock()
     c.quant.impl = "triton"
-    sizes = {axis: mesh.get(axis, 1) for axis in sharding.AXES}
-    c.mesh.update(sizes)
-    c.train.batch_size = max(c.train.batch_size, sizes["data"] * sizes["fsdp"])
+    c.mesh.update({axis: mesh.get(axis, 1) for axis in sharding.AXES})
+    c.train.batch_size = max(c.train.batch_size, c.mesh.data * c.mesh.fsdp)
     settings = config.resolve(c)
-    on: Any = AbstractMesh(tuple(sizes.values()), sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    on: Any = sharding.abstract_mesh(settings.mesh, math.prod(mesh.values()))
     start = time.perf_counter()
     with triton_call.assume_target(arch):
         rows = settings.train.batch_size // settings.train.accumulation

@@ -8,7 +8,6 @@ a signal, is agreed upon before anybody acts on it, since a process that left al
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 
 import jax
@@ -63,7 +62,6 @@ def start(
             cluster_detection_method=cluster or "deactivate",
             heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=2 * heartbeat_s,
-            initialization_timeout=int(os.environ.get("FP4JAX_JOIN_TIMEOUT", "300")),
         )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         where = f"--cluster={cluster}" if cluster else f"process {process} of {processes} at {coordinator}"
