@@ -29,8 +29,9 @@ def test_the_others_end_when_a_process_is_lost(compiled_once, tmp_path):
     wait_for_step(tmp_path / "run", 1)
     two.send(1, signal.SIGKILL)
     codes, _, errors = two.wait(timeout=90)
-    assert codes == [4, -9]
-    assert errors[0].splitlines()[-1].startswith("error: process 0 of 2 ends: another process was lost, or cannot be reached")
+    assert codes[1] == -9
+    said = {4: "error: process 0 of 2 ends: another process was lost, or cannot be reached", -6: "detected fatal errors"}
+    assert said[codes[0]] in errors[0]  # JAX's own service may be faster than the next exchange: it aborts the process
 
 
 def test_the_others_end_when_the_process_that_coordinates_is_lost(compiled_once, tmp_path):
