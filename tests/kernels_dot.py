@@ -39,8 +39,13 @@ def operands(seed=0, dtype=jnp.float32):
 
 def value_and_grads(x, w, dy, *, recipe, key=KEY, **how):
     key = key if recipe.needs_key else None
-    y, vjp = jax.vjp(lambda x, w: quantized_dot_general(x, w, DN, recipe=recipe, key=key, **how), x, w)
-    return y, *vjp(dy)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: quantized_dot_general(x, w, DN, recipe=recipe, key=key, **how), x, w)
+        return y, *vjp(dy)
+
+    return run(x, w, dy)
 
 
 CASES = [(name, "operands") for name in recipes.names() if runs_on_kernels(name)]
@@ -94,7 +99,7 @@ def test_every_partition_gives_the_unsharded_result(where, name):
     wanted = run(x, w, dy)
     place = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
     sharded = (place(x, axes[0], axes[1]), place(w, *stored), place(dy, axes[0], axes[2]))
-    got = jax.jit(functools.partial(run, partition=Partition(mesh, *axes, stored)))(*sharded)
+    got = run(*sharded, partition=Partition(mesh, *axes, stored))
     for a, b in zip(got, wanted, strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*stored)), 2)
@@ -125,9 +130,10 @@ def test_every_batch_element_has_its_own_draws_the_reference_s(how):
     for impl in ("triton", "reference"):
         dot = functools.partial(quantized_dot_general, recipe=recipe, key=KEY, impl=impl)
         if how == "vmap":
-            results.append(jax.vmap(lambda x, w, dot=dot: dot(x, w, DN))(x, w))
+            run = jax.vmap(lambda x, w, dot=dot: dot(x, w, DN))
         else:
-            results.append(dot(x, w, (((2,), (1,)), ((0,), (0,)))))
+            run = lambda x, w, dot=dot: dot(x, w, (((2,), (1,)), ((0,), (0,))))  # noqa: E731
+        results.append(jax.jit(run)(x, w))
     np.testing.assert_allclose(*results, rtol=1e-6)
     assert not np.array_equal(results[0][0], results[0][1])
 
