@@ -33,10 +33,10 @@ def block_bytes(recipe: str, residuals: str, remat: str) -> int:
     numerics = Numerics(recipes.get(recipe), n_layers=1, residuals=residuals)
     block = llama._remat_block(config)(config, numerics.dot)  # pyright: ignore[reportPrivateUsage]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256, 512)), jnp.bfloat16)
-    rope, key = llama.rope_tables(config, 256), bits.step_key(0, 0)
+    rope, key = llama.rope_tables(config, jnp.zeros((1, 256), jnp.int32)), bits.step_key(0, 0)
     params = llama.Block(config).init(jax.random.key(0), x, 0, None, rope)
     pull = jax.vjp(lambda p, x: block.apply(p, x, 0, key, rope)[0], params, x)[1]
-    return kept_bytes(pull, [*jax.tree.leaves(params), *rope])
+    return kept_bytes(pull, [*jax.tree.leaves(params), *jax.tree.leaves(rope)])
 
 
 def linear_bytes(recipe: str) -> float:

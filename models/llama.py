@@ -10,14 +10,17 @@ Parameters are float32; activations are `config.dtype`; norms, rotary angles, so
 Shapes: B batch, T time, D d_model, V vocabulary, N query heads, K key/value heads, G = N/K, H head size, R = H/2
 rotated pairs, F d_ff, S and C query and key positions within one attention block; U all positions where T are some of them.
 
-Not supported: a key/value cache, padding or document masks, dropout, biases.
+With `document_end` a row is several documents that do not see each other: a token attends to its own document only, its rotary
+position counts from that document's beginning, and the first token of a document is not predicted from the one before.
+
+Not supported: a key/value cache, padding masks, dropout, biases.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,6 @@ from jax import lax
 LinearDot = Callable[[str, Any, Any, dict[Any, Any]], Callable[..., jax.Array]]
 Constrain = Callable[[str, jax.Array], jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Rope = tuple[jax.Array, jax.Array]
 
 LINEAR_PATHS = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down", "lm_head")
 PACKED_NAME = "fp4_residual"  # what a `linear_dot` calls the packed operands it keeps for the backward pass
@@ -39,6 +41,17 @@ _CHOICES = {
     "dtype": ("float32", "bfloat16"),
 }
 _MAY_BE_ZERO = ("head_dim", "attention_block", "loss_chunk")
+
+
+class Rope(NamedTuple):
+    """What the blocks know of positions: cos and sin of each pair's angle, float32 [1, T, R], or [B, T, R] with documents.
+
+    document: the number of each token's document within its row, int32 [B, T], None where rows are not separated.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    document: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +81,7 @@ class LlamaConfig:
     attention_block: int = 0  # positions per block of "blockwise", a divisor of T; 0 with "dot_product"
     dtype: str = "float32"
     loss_chunk: int = 0  # positions per chunk of `token_losses`, a divisor of T; 0: the whole sequence at once
+    document_end: int = -1  # the id that ends a document (EOS); −1: a row is one text, whatever it holds
 
     @property
     def head_size(self) -> int:
@@ -85,8 +99,14 @@ class LlamaConfig:
                 raise ValueError(f"{name}={value!r} is not {field.type}")
             if name in _CHOICES and value not in _CHOICES[name]:
                 raise ValueError(f"{name}={value!r} is not one of {_CHOICES[name]}")
-            if field.type in (int, float) and not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
+            if (
+                name != "document_end"
+                and field.type in (int, float)
+                and not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO))
+            ):
                 raise ValueError(f"{name}={value!r} is not a positive finite number")
+        if not -1 <= self.document_end < self.vocab_size:
+            raise ValueError(f"document_end={self.document_end} is neither an id below vocab_size={self.vocab_size} nor -1")
         if self.head_dim == 0 and self.d_model % self.n_heads:
             raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}; set head_dim")
         if self.head_size % 2:
@@ -145,25 +165,43 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     return freq_R * (kept_R + (1.0 - kept_R) / c.rope_factor)
 
 
-def rope_tables(config: LlamaConfig, length: int) -> Rope:
-    """Return cos_TR and sin_TR, float32, for positions 0 … length − 1."""
-    position_T = jnp.arange(length, dtype=jnp.float32)
-    angle_TR = jnp.outer(position_T, jnp.asarray(rope_frequencies(config), jnp.float32))
-    return jnp.cos(angle_TR), jnp.sin(angle_TR)
+def rope_tables(config: LlamaConfig, tokens_BT: jax.Array) -> Rope:
+    """Return the tables for positions 0 … T − 1, or for positions within the documents of each row."""
+    position = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    document = None
+    if config.document_end >= 0:
+        begins_BT = jnp.pad(tokens_BT[:, :-1] == config.document_end, ((0, 0), (1, 0)), constant_values=True)
+        document = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
+        position -= lax.cummax(jnp.where(begins_BT, position, 0), axis=1)
+    angle = position.astype(jnp.float32)[..., None] * jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
+    return Rope(jnp.cos(angle), jnp.sin(angle), document)
 
 
 def rotate(x_BTNH: jax.Array, rope: Rope) -> jax.Array:
     """Rotate the pairs (x[r], x[r + R]) by their angles in float32 (split-half, the Hugging Face convention)."""
-    cos, sin = (table_TR[None, :, None, :] for table_TR in rope)
+    cos, sin = rope.cos[:, :, None, :], rope.sin[:, :, None, :]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
 
 
-def attention(config: LlamaConfig, q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH: jax.Array, first: Any = 0) -> jax.Array:
-    """Return causal softmax(q kᵀ / √H) v of the queries at positions first … first + T − 1, by the config's implementation."""
+def attention(
+    config: LlamaConfig,
+    q_BTNH: jax.Array,
+    k_BUKH: jax.Array,
+    v_BUKH: jax.Array,
+    first: Any = 0,
+    document_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Return causal softmax(q kᵀ / √H) v of the queries at positions first … first + T − 1, by the config's implementation.
+
+    document_BT: numbers of documents, T = U; a query sees the keys of its own.
+    """
     if config.attention == "blockwise":
-        return blockwise_attention(q_BTNH, k_BUKH, v_BUKH, block=config.attention_block, first=first)
+        return blockwise_attention(q_BTNH, k_BUKH, v_BUKH, block=config.attention_block, first=first, document_BT=document_BT)
+    if document_BT is not None:
+        same_B1TU = (document_BT[:, :, None] == document_BT[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(q_BTNH, k_BUKH, v_BUKH, mask=same_B1TU, is_causal=True)
     if q_BTNH.shape[1] == k_BUKH.shape[1]:
         return jax.nn.dot_product_attention(q_BTNH, k_BUKH, v_BUKH, is_causal=True)
     query_T, key_U = first + jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BUKH.shape[1])
@@ -171,7 +209,15 @@ def attention(config: LlamaConfig, q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH:
     return jax.nn.dot_product_attention(q_BTNH, k_BUKH, v_BUKH, mask=visible_TU[None, None])
 
 
-def blockwise_attention(q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH: jax.Array, *, block: int, first: Any = 0) -> jax.Array:
+def blockwise_attention(
+    q_BTNH: jax.Array,
+    k_BUKH: jax.Array,
+    v_BUKH: jax.Array,
+    *,
+    block: int,
+    first: Any = 0,
+    document_BT: jax.Array | None = None,
+) -> jax.Array:
     """Compute `attention` in O(T · block) memory, in the backward pass too; block divides T, U and first.
 
     Each query block visits the key blocks up to its own with an online softmax, and is recomputed in the backward pass.
@@ -180,35 +226,41 @@ def blockwise_attention(q_BTNH: jax.Array, k_BUKH: jax.Array, v_BUKH: jax.Array,
     U, K = k_BUKH.shape[1:3]
     if T % block:
         raise ValueError(f"{T=} is not a multiple of attention_block={block}")
-    causal_SC = jnp.tril(jnp.ones((block, block), bool))
+    causal_1SC = jnp.tril(jnp.ones((block, block), bool))[None]
+    document = None if document_BT is None else jnp.moveaxis(document_BT.reshape(B, -1, block), 1, 0)
 
     def split(x):  # B T … -> T/block B block …
         return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def attend_to_past(args):
-        row, q_BSKGH = args
+        row, q_BSKGH, document_BS = args
 
         def visit(carry, key_block):
-            column, k_BCKH, v_BCKH = key_block
-            operands = (carry, q_BSKGH, k_BCKH, v_BCKH, causal_SC | (column < row))
+            column, k_BCKH, v_BCKH, document_BC = key_block
+            visible = causal_1SC | (column < row)
+            if document_BS is not None:
+                visible = visible & (document_BS[:, :, None] == document_BC[:, None, :])
+            operands = (carry, q_BSKGH, k_BCKH, v_BCKH, visible)
             return lax.cond(column <= row, _attend, lambda carry, *_: carry, *operands), None
 
         zeros = jnp.zeros(q_BSKGH.shape, jnp.float32)
-        start = (zeros, zeros[..., 0], jnp.full_like(zeros[..., 0], -jnp.inf))
-        (sum_BSKGH, total_BSKG, _), _ = lax.scan(visit, start, (jnp.arange(U // block), split(k_BUKH), split(v_BUKH)))
+        start = (zeros, zeros[..., 0], jnp.full_like(zeros[..., 0], -1e30))
+        blocks = (jnp.arange(U // block), split(k_BUKH), split(v_BUKH), document)
+        (sum_BSKGH, total_BSKG, _), _ = lax.scan(visit, start, blocks)
         return sum_BSKGH / total_BSKG[..., None]
 
-    out = lax.map(attend_to_past, (first // block + jnp.arange(T // block), split(q_BTNH.reshape(B, T, K, N // K, H))))
+    rows = (first // block + jnp.arange(T // block), split(q_BTNH.reshape(B, T, K, N // K, H)), document)
+    out = lax.map(attend_to_past, rows)
     return jnp.moveaxis(out, 0, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
-def _attend(carry, q_BSKGH, k_BCKH, v_BCKH, visible_SC):
+def _attend(carry, q_BSKGH, k_BCKH, v_BCKH, visible_BSC):
     """Add one key block to the weighted sum of values, the total weight and the top score of one query block."""
     sum_BSKGH, total_BSKG, top_BSKG = carry
     scores = jnp.einsum("BSKGH,BCKH->BSKGC", q_BSKGH, k_BCKH, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible_SC[None, :, None, None, :], scores * q_BSKGH.shape[-1] ** -0.5, -jnp.inf)
-    # Finite from the first block on, since all see key 0. The shift cancels in the result, so it carries no gradient.
+    scores = jnp.where(visible_BSC[:, :, None, None, :], scores * q_BSKGH.shape[-1] ** -0.5, -jnp.inf)
+    # Finite from the start, where no key of a block may be visible. The shift cancels in the result: it carries no gradient.
     new_top_BSKG = lax.stop_gradient(jnp.maximum(top_BSKG, scores.max(axis=-1)))
     shrink_BSKG = jnp.exp(top_BSKG - new_top_BSKG)
     weights = jnp.exp(scores - new_top_BSKG[..., None])
@@ -268,7 +320,8 @@ class Attention(nn.Module):
         q_BTNH = rotate(heads("attn/q", c.n_heads), rope)
         k_BTKH = rotate(heads("attn/k", c.n_kv_heads), rope)
         v_BTKH = heads("attn/v", c.n_kv_heads)
-        out_BTNH = (self.attend or functools.partial(attention, c))(q_BTNH, k_BTKH, v_BTKH)
+        attend = self.attend or functools.partial(attention, c, document_BT=rope.document)
+        out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH)
         out = out_BTNH.reshape(*x_BTD.shape[:-1], c.n_heads * c.head_size)
         return _dense(self, "attn/o", c.d_model, layer, key, {})(out)
 
@@ -361,8 +414,8 @@ class Llama(nn.Module):
     def token_losses(self, tokens_BT: jax.Array, targets_BT: jax.Array, key: Any = None) -> jax.Array:
         """Return the float32 negative log likelihood of each target, nll_BT, in nats.
 
-        With `loss_chunk`, neither pass holds more than loss_chunk positions of logits per piece. The head's dot is then the
-        same program for every chunk and is not told which one it sees.
+        With `document_end` that of a document's first token is 0. With `loss_chunk`, neither pass holds more than loss_chunk
+        positions of logits per piece. The head's dot is then the same program for every chunk and is not told which it sees.
         """
         x_BTD, embedding_VD = self._hidden(tokens_BT, key), self.embed.embedding
         (B, T), P = tokens_BT.shape, self.pieces
@@ -377,8 +430,11 @@ class Llama(nn.Module):
             nll = losses(lm_head, x_BPCD.reshape(B, P * chunk, -1), targets_BPC.reshape(B, P * chunk))
             return carry, nll.reshape(B, P, chunk)
 
+        def of_documents(nll_BT):
+            return nll_BT if self.config.document_end < 0 else jnp.where(tokens_BT == self.config.document_end, 0.0, nll_BT)
+
         if P * chunk == T:
-            return losses(self.lm_head, x_BTD, targets_BT)
+            return of_documents(losses(self.lm_head, x_BTD, targets_BT))
         scan = nn.scan(
             nn.remat(chunk_losses, prevent_cse=False),
             variable_broadcast="params",
@@ -387,11 +443,11 @@ class Llama(nn.Module):
             out_axes=2,
         )
         chunks = (x_BTD.reshape(B, P, -1, chunk, x_BTD.shape[-1]), targets_BT.reshape(B, P, -1, chunk))
-        return scan(self.lm_head, None, *chunks)[1].reshape(B, T)
+        return of_documents(scan(self.lm_head, None, *chunks)[1].reshape(B, T))
 
     def _hidden(self, tokens_BT: jax.Array, key: Any) -> jax.Array:
         c = self.config
-        rope = rope_tables(c, tokens_BT.shape[1])
+        rope = rope_tables(c, tokens_BT)
         x_BTD = _constrain(self.constrain, "x_BTD", self.embed(tokens_BT).astype(c.compute_dtype))
         if c.scan_layers:
             x_BTD, _ = self.layers(x_BTD, jnp.arange(c.n_layers, dtype=jnp.int32), key, rope)

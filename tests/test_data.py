@@ -9,7 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train import corpus, data
+from train import corpus, data, sources
+from train import tokenizer as tokenizer_lib
 from train.errors import InputError
 
 UNICODE = "naïve café — 日本語 🙂\r\n\ttabs  and\u2028separators\x00 <|endoftext|>\n"
@@ -18,11 +19,12 @@ UNICODE = "naïve café — 日本語 🙂\r\n\ttabs  and\u2028separators\x00 <|
 def make_dataset(train_size=101, val_size=50, *, vocab_size=2**16):
     """Return a dataset whose training ids are all distinct, so that every position can be recognised."""
     return data.Dataset(
-        train_tokens=np.random.default_rng(0).permutation(train_size).astype(np.uint16),
-        val_tokens=np.arange(1, val_size + 1, dtype=np.uint16),
+        train=(np.random.default_rng(0).permutation(train_size).astype(np.uint16),),
+        val=(np.arange(1, val_size + 1, dtype=np.uint16),),
+        largest_id=max(train_size - 1, val_size),
         vocab_size=vocab_size,
         fingerprint="made for a test",
-        tokenizer=corpus.ByteTokenizer(),
+        tokenizer=tokenizer_lib.ByteTokenizer(),
     )
 
 
@@ -77,10 +79,10 @@ def test_python_corpus_is_deterministic_and_capped(monkeypatch):
 @pytest.mark.parametrize("source", ["bible", "python"])
 def test_embedded_corpora_load_as_bytes(source):
     dataset = data.load(data.DataConfig(source=source))
-    assert dataset.train_tokens.dtype == np.uint16
+    assert dataset.train[0].dtype == np.uint16
     assert dataset.vocab_size == 256
-    size = len(dataset.train_tokens) + len(dataset.val_tokens)
-    assert 0.02 < len(dataset.val_tokens) / size < 0.08
+    size = len(dataset.train[0]) + len(dataset.val[0])
+    assert 0.02 < len(dataset.val[0]) / size < 0.08
     assert dataset.fingerprint == data.load(data.DataConfig(source=source)).fingerprint
 
 
@@ -110,9 +112,9 @@ def test_files_by_glob_in_sorted_order(tmp_path):
     (tmp_path / "sub").mkdir()
     with gzip.open(tmp_path / "sub" / "c.jsonl.gz", "wt") as file:
         file.write('{"body": "one"}\n{"body": "two"}')
-    paths = corpus.match_files(str(tmp_path / "**"))
+    paths = sources.match_files(str(tmp_path / "**"))
     assert paths == sorted(paths)
-    assert corpus.read_files(paths, text_key="body") == [UNICODE, UNICODE, "gz text", "one", "two"]
+    assert sources.read_files(paths, text_key="body") == [UNICODE, UNICODE, "gz text", "one", "two"]
 
 
 def test_val_files_replace_the_split(tmp_path):
@@ -120,8 +122,8 @@ def test_val_files_replace_the_split(tmp_path):
     (tmp_path / "v.txt").write_text("val")
     config = data.DataConfig(source="files", files=str(tmp_path / "t.txt"), val_files=str(tmp_path / "v.txt"), seq_len=8)
     dataset = data.load(config)
-    assert dataset.tokenizer.decode(dataset.train_tokens) == "train " * 20
-    assert dataset.tokenizer.decode(dataset.val_tokens) == "val"
+    assert dataset.tokenizer.decode(dataset.train[0]) == "train " * 20
+    assert dataset.tokenizer.decode(dataset.val[0]) == "val"
 
 
 # ---- Tokenizers and cache ----
@@ -131,11 +133,13 @@ def test_val_files_replace_the_split(tmp_path):
 def test_ids_decode_to_the_joined_text(word_files, tokenizer):
     config = word_files(tokenizer=tokenizer)
     dataset = data.load(config)
-    train, val = corpus.split_documents(corpus.read_files(corpus.match_files(config.files), text_key="text"), val_fraction=0.05)
-    assert dataset.tokenizer.decode(dataset.train_tokens) == corpus.SEPARATOR.join(train)
-    assert dataset.tokenizer.decode(dataset.val_tokens) == corpus.SEPARATOR.join(val)
+    train, val = corpus.split_documents(
+        sources.read_files(sources.match_files(config.files), text_key="text"), val_fraction=0.05
+    )
+    assert dataset.tokenizer.decode(dataset.train[0]) == corpus.SEPARATOR.join(train)
+    assert dataset.tokenizer.decode(dataset.val[0]) == corpus.SEPARATOR.join(val)
     assert dataset.vocab_size == config.vocab_size
-    assert dataset.train_tokens.max() < config.vocab_size
+    assert dataset.train[0].max() < config.vocab_size
     assert dataset.tokenizer.decode(dataset.tokenizer.encode(UNICODE)) == UNICODE
     data.check_ids(dataset, vocab_size=config.vocab_size)
 
@@ -161,10 +165,10 @@ def test_bpe_cache_is_used_and_bound_to_corpus_and_settings(word_files, tmp_path
     first = data.load(word_files(tokenizer="bpe:300"))
     (path,) = (tmp_path / "cache").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "_train_bpe", None)  # would fail if it were called
+        patch.setattr(tokenizer_lib, "train_bpe", None)  # would fail if it were called
         again = data.load(word_files(tokenizer="bpe:300"))
-    np.testing.assert_array_equal(first.train_tokens, again.train_tokens)
-    np.testing.assert_array_equal(first.val_tokens, again.val_tokens)
+    np.testing.assert_array_equal(first.train[0], again.train[0])
+    np.testing.assert_array_equal(first.val[0], again.val[0])
     assert first.fingerprint == again.fingerprint
     data.load(word_files(tokenizer="bpe:301"))
     data.load(word_files(tokenizer="bpe:300", val_fraction=0.1))
@@ -182,7 +186,7 @@ def test_corrupt_cache_is_built_again(word_files, tmp_path, damage):
     intact = path.read_bytes()
     path.write_bytes(damage(intact))
     again = data.load(word_files(tokenizer="bpe:300"))
-    np.testing.assert_array_equal(first.train_tokens, again.train_tokens)
+    np.testing.assert_array_equal(first.train[0], again.train[0])
     assert first.fingerprint == again.fingerprint
     assert path.read_bytes() == intact
 
@@ -196,8 +200,8 @@ def test_cache_directory_from_environment(monkeypatch, tmp_path):
 
 
 def test_id_dtype_holds_the_vocabulary():
-    assert corpus.id_dtype(2**16) == np.uint16
-    assert corpus.id_dtype(2**16 + 1) == np.uint32
+    assert tokenizer_lib.id_dtype(2**16) == np.uint16
+    assert tokenizer_lib.id_dtype(2**16 + 1) == np.uint32
 
 
 def test_fingerprint_follows_data_and_settings(word_files, tmp_path):
@@ -227,7 +231,7 @@ def test_fingerprint_is_the_same_on_every_machine(tmp_path):
 @pytest.mark.parametrize(("train_size", "seq_len"), [(101, 10), (100, 10), (109, 10), (11, 10), (20, 1)])
 def test_an_epoch_holds_each_window_exactly_once(train_size, seq_len):
     dataset = make_dataset(train_size)
-    windows = naive_windows(dataset.train_tokens, seq_len)
+    windows = naive_windows(dataset.train[0], seq_len)
     examples = data.train_examples(dataset, seq_len=seq_len, seed=3)
     for epoch in range(3):
         seen = [examples[epoch * len(windows) + i] for i in range(len(windows))]
@@ -320,7 +324,7 @@ def test_validation_predicts_every_token_once_in_order(val_size, batch_size):
         assert set(np.unique(mask)) <= {0.0, 1.0}
         assert (np.diff(mask.reshape(-1)) <= 0).all()  # padding comes last
         assert (tokens[:, 1:][mask == 0] == 0).all()
-    expected = dataset.val_tokens.tolist()
+    expected = dataset.val[0].tolist()
     assert predicted == list(itertools.pairwise(expected))
 
 
@@ -386,8 +390,8 @@ def test_settings_are_validated(settings, part):
         ("a.txt.gz", b"not gzip", "a.txt.gz: cannot be read"),
         ("a.txt.gz", gzip.compress(b"some text" * 99, mtime=0)[:-9], "a.txt.gz: cannot be read"),
         ("a.txt.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "a.txt.gz: cannot be read"),
-        ("a.csv", b"x", "a.csv: not a .txt"),
-        ("a.gz", b"x", "a.gz: not a .txt"),
+        ("a.csv", b"x", "a.csv: not one of .txt"),
+        ("a.gz", b"x", "a.gz: not one of .txt"),
         ("a.txt", b"", "hold no text"),
         ("a.jsonl", b'{"text": ""}\n', "hold no text"),
         ("a.txt", b"0123456", "too few for data.seq_len=8"),
@@ -404,13 +408,13 @@ def test_unusable_files(tmp_path, name, content, part):
 def test_file_that_cannot_be_opened(tmp_path):
     (tmp_path / "a.txt").mkdir()
     with pytest.raises(InputError, match="cannot be read"):
-        corpus.read_files([str(tmp_path / "a.txt")], text_key="text")
+        sources.read_files([str(tmp_path / "a.txt")], text_key="text")
 
 
 def test_pattern_without_a_match(tmp_path):
     (tmp_path / "directory.txt").mkdir()
     with pytest.raises(InputError, match="no file matches"):
-        corpus.match_files(str(tmp_path / "*.txt"))
+        sources.match_files(str(tmp_path / "*.txt"))
 
 
 def test_validation_file_must_not_be_trained_on(word_files):
@@ -462,8 +466,11 @@ def test_validation_arguments(settings):
 
 
 def test_ids_beyond_the_model():
-    dataset = make_dataset(101, val_size=200)
+    dataset = make_dataset(101, val_size=200, vocab_size=200)
     data.check_ids(dataset, vocab_size=201)
     with pytest.raises(InputError) as error:
         data.check_ids(dataset, vocab_size=200)
     assert_one_line(error, "id 200", "vocab_size=200")
+    with pytest.raises(InputError) as error:
+        data.check_ids(make_dataset(101, vocab_size=102), vocab_size=101)
+    assert_one_line(error, "102 ids", "vocab_size=101")

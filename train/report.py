@@ -24,7 +24,7 @@ def print_start(
     emulated = f" ({why})" if (why := _emulated(census)) else ""
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(f"model    {llama.num_params(settings.model):,} parameters, {settings.model.dtype}")
-    console.print(f"data     {settings.data.source}, {len(dataset.train_tokens):,} + {len(dataset.val_tokens):,} tokens")
+    console.print(f"data     {settings.data.source}, {sum(map(len, dataset.train)):,} + {sum(map(len, dataset.val)):,} tokens")
     console.print(f"mesh     {axes} on {jax.devices()[0].device_kind}")
     console.print(f"recipe   {settings.recipe_name} [{recipe.digest()}]{emulated}")
     for start, name, recipe, _ in settings.schedule:

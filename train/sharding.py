@@ -171,6 +171,8 @@ def check(
     for name, size in sizes.items():
         if size % tensor:
             raise InputError(f"model.{name}={size} is not a multiple of the mesh's tensor axis ({tensor})")
+    if model.document_end >= 0 and context > 1:
+        raise InputError(f"model.document_end={model.document_end}: documents are not separated on a context axis ({context})")
     if model.d_model % fsdp:
         raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's fsdp axis ({fsdp})")
     if microbatch % (rows := split(mesh, "batch")):

@@ -127,7 +127,8 @@ def checksum(state: TrainState) -> jax.Array:
 def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Array, tuple[Any, Any, Any]]]:
     """Return (params, history, sums, tokens_BT1, key) → (loss, cotangents of params, history and sums), to be jitted.
 
-    The loss is the mean over all tokens of the global batch, whatever the number of microbatches; random bits are keyed by
+    The loss is the mean over all tokens of the global batch that are predicted (with model.document_end those that begin a
+    document are not), whatever the number of microbatches; random bits are keyed by
     `key` and by the global row of each token. Over microbatches gradients and sums are added, of the maxima of delayed scaling
     the largest is kept. sums: `Numerics.init_sums`, or {} to measure nothing.
     """
@@ -136,26 +137,32 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
     model = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
     accumulation = settings.train.accumulation
 
-    def loss_sum(params, history, sums, tokens_BT1, key):
+    def loss_share(params, history, sums, tokens_BT1, key, predicted):
         key = Context(key, history, sums)
         nll_BT: Any = model.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
-        return jnp.sum(nll_BT) / num_tokens(tokens_BT1)
+        return jnp.sum(nll_BT) / predicted
 
-    def num_tokens(tokens_BT1):
-        return accumulation * tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
+    def num_predicted(tokens_BT1):
+        if settings.model.document_end < 0:
+            return tokens_BT1.shape[0] * (tokens_BT1.shape[1] - 1)
+        return jnp.maximum(jnp.sum(is_predicted(settings.model, tokens_BT1)), 1)
 
-    value_and_grad = jax.value_and_grad(loss_sum, argnums=(0, 1, 2))
+    value_and_grad = jax.value_and_grad(loss_share, argnums=(0, 1, 2))
+
+    def at_once(params, history, sums, tokens_BT1, key):
+        return value_and_grad(params, history, sums, tokens_BT1, key, num_predicted(tokens_BT1))
 
     def accumulate(params, history, sums, tokens_BT1, key):
         tokens_ABT1 = tokens_BT1.reshape(accumulation, -1, tokens_BT1.shape[1])
         spread = NamedSharding(mesh, sharding.spec(mesh, None, "batch"))
         tokens_ABT1 = jax.lax.with_sharding_constraint(tokens_ABT1, spread)
         rows = tokens_ABT1.shape[1] * (tokens_ABT1.shape[2] - 1)
+        predicted = num_predicted(tokens_BT1)
 
         def add(carry, xs):
             index, tokens = xs
             shifted = key._replace(row_offset=index * jnp.uint32(rows))
-            loss, grads = value_and_grad(params, history, sums, tokens, shifted)
+            loss, grads = value_and_grad(params, history, sums, tokens, shifted, predicted)
             (old_loss, (old_grads, old_maxima, old_sums)), (new_grads, new_maxima, new_sums) = carry, grads
             summed = jax.tree.map(jnp.add, (old_grads, old_sums), (new_grads, new_sums))
             return (old_loss + loss, (summed[0], jax.tree.map(jnp.maximum, old_maxima, new_maxima), summed[1])), None
@@ -163,7 +170,12 @@ def make_gradient(settings: Settings, mesh: Mesh) -> Callable[..., tuple[jax.Arr
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, (params, history, sums)))
         return jax.lax.scan(add, zero, (jnp.arange(accumulation, dtype=jnp.uint32), tokens_ABT1))[0]
 
-    return value_and_grad if accumulation == 1 else accumulate
+    return at_once if accumulation == 1 else accumulate
+
+
+def is_predicted(model: llama.LlamaConfig, tokens_BT1: Any) -> Any:
+    """Return whether each token after the first is predicted, bool [B, T]: not where it begins a document that is separated."""
+    return tokens_BT1[:, :-1] != model.document_end
 
 
 def make_train_step(settings: Settings, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
@@ -276,12 +288,14 @@ def val_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Return the validation batches of a run; batch_size: 0 for the run's own, rounded up to what the mesh divides."""
     size = batch_size or settings.train.eval_batch_size or settings.train.batch_size
-    return data.val_batches(
+    batches = data.val_batches(
         dataset,
         seq_len=settings.data.seq_len,
         batch_size=size + -size % sharding.split(mesh, "batch"),
         max_sequences=settings.data.max_val_sequences,
+        choice=settings.data.val_choice,
     )
+    return ({**batch, "mask": batch["mask"] * is_predicted(settings.model, batch["tokens"])} for batch in batches)
 
 
 def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[dict[str, np.ndarray]]) -> float:

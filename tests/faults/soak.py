@@ -175,7 +175,7 @@ def examples(directory, count, *, steps):
 
 def lost_and_repeated(seen, dataset):
     """Return (lost, repeated, complete epochs) over the steps in order."""
-    tokens, total = dataset.train_tokens.astype("uint8"), (len(dataset.train_tokens) - 1) // SEQ_LEN
+    tokens, total = dataset.train[0].astype("uint8"), (len(dataset.train[0]) - 1) // SEQ_LEN
     corpus = {tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1].tobytes().hex() for i in range(total)}
     assert len(corpus) == total, "two windows of the corpus are equal"
     order = [window for at in sorted(seen) for window in seen[at]]

@@ -4,9 +4,10 @@ import gzip
 import json
 
 import pytest
+import zstandard
 from helpers import settings, snapshot, write_corpus
 
-from train import corpus, data, loop
+from train import corpus, data, loop, sources
 from train.errors import InputError
 
 DOCUMENTS = ["one two three\n" * 3, "four five\n" * 4, "six\n" * 9]
@@ -16,14 +17,15 @@ def shard(directory, name):
     lines = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS)
     text = lines if ".jsonl" in name else corpus.SEPARATOR.join(DOCUMENTS)
     path = directory / name
-    path.write_bytes(gzip.compress(text.encode(), mtime=0) if name.endswith(".gz") else text.encode())
+    compress = {".gz": lambda b: gzip.compress(b, mtime=0), ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+    path.write_bytes(compress.get(path.suffix, bytes)(text.encode()))
     return path
 
 
 def read(path):
     """Return the documents, or the error's message, which must name the file on one line."""
     try:
-        return corpus.read_files([str(path)], text_key="text")
+        return sources.read_files([str(path)], text_key="text")
     except InputError as error:
         message = str(error)
     assert str(path) in message
@@ -31,7 +33,7 @@ def read(path):
     return message
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.jsonl.zst"])
 def test_a_compressed_shard_is_whole_or_refused(tmp_path, name):
     path = shard(tmp_path, name)
     whole, documents = path.read_bytes(), read(path)
