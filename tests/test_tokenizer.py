@@ -1,6 +1,7 @@
 """Tokenizers by name and from files; Llama 3's tiktoken file against merging by rank, written out here."""
 
 import base64
+import itertools
 import json
 import re
 
@@ -36,7 +37,7 @@ def by_rank(text, ranks):
         piece = piece.encode()
         parts = [piece] if piece in ranks else [bytes([byte]) for byte in piece]
         while True:
-            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ranks]
+            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
             if not pairs:
                 break
             _, i = min(pairs)

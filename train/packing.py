@@ -122,18 +122,15 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
     units = plan.units()
     todo = range(len(pieces), len(units))
     arguments = [(output, unit, *units[unit], plan, tokenizer.special_names()) for unit in todo]
-    with _pool(min(workers, len(todo) or 1)) as pool, _Bar(plan, units, len(pieces)) as bar:
-        # A few units ahead of the one that is appended, so that parts/ stays small.
-        ahead = 2 * workers + 2
-        futures = {unit: pool.submit(_encode_unit, *args) for unit, args in zip(todo[:ahead], arguments, strict=False)}
-        for unit, _ in zip(todo, arguments, strict=True):
-            while not (future := futures[unit]).done():
-                if stop():
-                    raise Stopped
-                concurrent.futures.wait([future], timeout=0.2)
-            found = future.result()
+    with _pool(min(workers, len(todo))) as submit, _Bar(plan, units, len(pieces)) as bar:
+        ahead = 2 * workers if workers > 1 else 1  # units begun before the one that is appended, so that parts/ stays small
+        futures = [submit(_encode_unit, *each) for each in arguments[:ahead]]
+        for unit in todo:
+            while not futures[0].done() and not stop():
+                concurrent.futures.wait(futures[:1], timeout=0.2)
             if stop():
                 raise Stopped
+            found = futures.pop(0).result()
             with _writing(output):
                 for split, piece in found.items():
                     _append(output, split, unit, before=_count(pieces, split))
@@ -142,8 +139,7 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
                 _write_json(output / "progress.json", {"plan": _plan_digest(plan), "pieces": pieces})
                 shutil.rmtree(_part(output, unit))
             bar.advance(unit, _count(pieces, "train") + _count(pieces, "val"))
-            if unit + ahead < len(units):
-                futures[unit + ahead] = pool.submit(_encode_unit, *arguments[unit + ahead - todo[0]])
+            futures += [submit(_encode_unit, *each) for each in arguments[unit - todo[0] + ahead :][:1]]
     with _writing(output):
         return _finish(plan, output, tokenizer, pieces)
 
@@ -245,26 +241,35 @@ class _Writer:
 
 
 @contextlib.contextmanager
-def _pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Start worker processes that leave signals to this process, end with it, and are ended where the block fails."""
+def _pool(workers: int) -> Iterator[Callable[..., concurrent.futures.Future]]:
+    """Yield what runs a function in a worker process, or in this one where there is but one worker.
+
+    Workers leave signals to this process, end with it, and are ended where the block fails.
+    """
+    if workers <= 1:
+        yield _at_once
+        return
     threads = os.environ.get("TOKENIZERS_PARALLELISM")
-    if workers > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in the workers: each has one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in the workers: each has one core
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),))
     try:
-        yield pool
+        yield pool.submit
     except BaseException:
-        for process in list((pool._processes or {}).values()):
+        for process in list(pool._processes.values()):
             process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
         raise
-    else:
-        pool.shutdown()
     finally:
-        os.environ.pop("TOKENIZERS_PARALLELISM", None)
+        pool.shutdown(cancel_futures=True)
+        os.environ.pop("TOKENIZERS_PARALLELISM")
         if threads is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = threads
+
+
+def _at_once(function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
+    future = concurrent.futures.Future()
+    future.set_result(function(*arguments))
+    return future
 
 
 def _start_worker(parent: int) -> None:
@@ -360,7 +365,9 @@ def _finish(plan: Plan, output: pathlib.Path, tokenizer: Tokenizer, pieces: list
     if not splits["train"]["tokens"]:
         raise InputError(f"the {len(plan.files['train'])} files for training hold no text")
     if splits["val"]["tokens"] < 2:
-        raise InputError(f"no document is held out for validation with val_fraction={plan.val_fraction}, or val's files are empty")
+        raise InputError(
+            f"no document is held out for validation with val_fraction={plan.val_fraction}, or val's files are empty"
+        )
     name = plan.tokenizer if isinstance(tokenizer, ByteTokenizer) or plan.tokenizer.startswith("bpe:") else None
     manifest = {
         "format": prepared.FORMAT,

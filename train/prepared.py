@@ -101,25 +101,26 @@ def _map(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
 
 
 def verify(data: Prepared, *, part: int = 0, parts: int = 1) -> None:
-    """Read the `part`-th of `parts` shares of all ids and compare them with their hashes; raises InputError naming the file.
+    """Read the `part`-th of `parts` shares of all files and compare it with the hashes; raises InputError naming the file.
 
-    The hash is of pieces, one per unit of the preparation, so that processes and threads share the reading.
+    Ids are hashed in pieces, one per unit of the preparation, so that processes and threads share the reading.
     """
-    pieces = []
+    checks = []
     for split in SPLITS:
-        first = 0
-        for piece in data.manifest["splits"][split]["pieces"]:
-            pieces.append((split, first, first + piece["tokens"], piece["sha256"]))
+        of, first = data.manifest["splits"][split], 0
+        checks.append((f"{split}.ends", "documents", data.ends[split], 0, of["ends_sha256"]))
+        for piece in of["pieces"]:
+            ids = data.ids[split][first : first + piece["tokens"]]
+            checks.append((f"{split}.bin", "ids", ids, first, piece["sha256"]))
             first += piece["tokens"]
 
-    def check(piece):
-        split, first, last, expected = piece
-        found = hashlib.sha256(data.ids[split][first:last].tobytes() if last - first < 2**20 else data.ids[split][first:last])
-        if found.hexdigest() != expected:
-            raise InputError(f"{data.path / split}.bin is damaged: ids {first} to {last} do not match their hash")
+    def check(file: str, what: str, array: np.ndarray, first: int, expected: str) -> None:
+        if hashlib.sha256(array).hexdigest() != expected:
+            raise InputError(f"{data.path / file} is damaged: {what} {first} to {first + len(array)} do not match their hash")
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(check, pieces[part::parts]))
+        for done in [pool.submit(check, *each) for each in checks[part::parts]]:
+            done.result()
 
 
 def check_tokenizer(spec: str, data: pathlib.Path, manifest: dict[str, Any]) -> None:
