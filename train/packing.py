@@ -8,6 +8,7 @@ depend on how often that was or on the number of workers.
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -150,10 +151,7 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
 def _encode_unit(output, unit, split, paths, plan, special) -> dict[str, dict[str, Any]]:
     """Tokenize the files of a unit into its part; return the piece of each split."""
     part = _part(output, unit)
-    if plan.tokenizer in ("bytes", "bytes+eos"):
-        tokenizer = tokenizer_lib.load(plan.tokenizer)
-    else:
-        tokenizer = tokenizer_lib.JsonTokenizer((output / "tokenizer.json").read_text(), special)
+    tokenizer = _load(plan.tokenizer, (output / "tokenizer.json").read_text(), tuple(special.items()))
     with _writing(output):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -170,6 +168,14 @@ def _encode_unit(output, unit, split, paths, plan, special) -> dict[str, dict[st
                         [d for d, held in zip(batch, held_out, strict=True) if len(names) == 1 or held == (name == "val")]
                     )
         return {name: writer.piece() for name, writer in writers.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _load(name: str, serialized: str, special: tuple[tuple[str, str], ...]) -> Tokenizer:
+    """Return the tokenizer, which keeps the words it has seen from one unit to the next."""
+    return (
+        tokenizer_lib.load(name) if name in ("bytes", "bytes+eos") else tokenizer_lib.JsonTokenizer(serialized, dict(special))
+    )
 
 
 def _encoded(path: str, tokenizer: Tokenizer, plan: Plan) -> Iterator[list[tuple[np.ndarray, int]]]:
