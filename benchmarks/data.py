@@ -4,8 +4,8 @@ The iterator reads windows of 8 192 + 1 ids at random places of a prepared direc
 configs/llama3_8b_mlperf.py does; one process, no threads. Limit: one window is copied once, from 2- or 4-byte ids to int32, so
 (id + 4) bytes per token. A node of 8 GPUs that trains 8 B at 40 000 tokens/s each needs 320 000 tokens/s in all, an 8th of it
 from each of 8 processes. The directory is made of random ids, once without its pages in the page cache of the system (if it may
-drop them) and once with. Tokenization: byte-level BPE of 32 000 ids trained here, on the pinned dependencies' Python sources, by
-one process with the library's threads, and by one process per core.
+drop them) and once with. Tokenization: byte-level BPE of 32 000 ids trained here, on the pinned dependencies' Python sources,
+by one process with the library's threads, and by one process per core.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from train import corpus, data, packing, page
+from train import corpus, data, page, preparation
 
 NEEDED = 8 * 40_000
 SEQ_LEN, BATCH = 8192, 32
@@ -74,7 +74,7 @@ def main() -> None:
         print(f"{'tokenization':28}{'tokens/s':>14}{'ns/token':>10}{'MB/s of text':>14}")
         for workers in sorted({1, cores}):
             output = directory / f"workers{workers}"
-            plan = packing.make_plan(
+            plan = preparation.make_plan(
                 train=f"{directory}/*.json.gz",
                 val="",
                 tokenizer="bpe:32000+eos",
@@ -84,10 +84,10 @@ def main() -> None:
                 unit_bytes=1,
             )
             output.mkdir()
-            packing._begin(plan, output)  # pyright: ignore[reportPrivateUsage]
-            packing._tokenizer(plan, output)  # pyright: ignore[reportPrivateUsage]  # trained before the clock starts
+            preparation._begin(plan, output)  # pyright: ignore[reportPrivateUsage]
+            preparation._tokenizer(plan, output)  # pyright: ignore[reportPrivateUsage]  # trained before the clock starts
             begun = time.perf_counter()
-            manifest = packing.prepare(plan, output, workers=workers)
+            manifest = preparation.prepare(plan, output, workers=workers)
             taken = time.perf_counter() - begun
             tokens, text = (sum(of[what] for of in manifest["splits"].values()) for what in ("tokens", "text_bytes"))
             label = f"{workers} process" + "es" * (workers > 1)

@@ -16,7 +16,7 @@ import pytest
 from helpers import ROOT, environment, rows, run, settings, share_programs, snapshot, train
 from test_sources import write_megatron
 
-from train import corpus, data, loop, packing, prepared
+from train import corpus, data, loop, preparation, prepared
 from train import tokenizer as tokenizer_lib
 from train.errors import InputError, StorageError
 
@@ -38,12 +38,12 @@ def files(tmp_path):
 
 def plan(files, **changes):
     chosen = {"val": "", "tokenizer": "bytes+eos", "marks": "eos", "text_key": "text", "val_fraction": 0.1, "unit_bytes": 1}
-    return packing.make_plan(train=files, **chosen | changes)
+    return preparation.make_plan(train=files, **chosen | changes)
 
 
 def prepare(tmp_path, files, name="out", *, workers=1, stop=lambda: False, **changes):
     """Prepare and return the mapped directory."""
-    packing.prepare(plan(files, **changes), tmp_path / name, workers=workers, stop=stop)
+    preparation.prepare(plan(files, **changes), tmp_path / name, workers=workers, stop=stop)
     return prepared.open_directory(tmp_path / name)
 
 
@@ -93,12 +93,12 @@ def test_the_result_does_not_depend_on_workers_or_units_or_stops(tmp_path, files
     assert snapshot(tmp_path / "many") == snapshot(tmp_path / "whole")
     for _ in range(6):
         left = iter([False] * 5)  # each time two units further
-        with contextlib.suppress(packing.Stopped):
+        with contextlib.suppress(preparation.Stopped):
             parts = prepare(tmp_path, files, "parts", stop=functools.partial(next, left, True))
             break
     assert snapshot(tmp_path / "parts") == snapshot(tmp_path / "whole")
     assert parts.manifest["digest"] == many.manifest["digest"] == whole.manifest["digest"]
-    again = packing.prepare(plan(files), tmp_path / "whole", workers=1)  # nothing is left to do
+    again = preparation.prepare(plan(files), tmp_path / "whole", workers=1)  # nothing is left to do
     assert again == whole.manifest
 
 
@@ -159,7 +159,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, files):
     blocked = tmp_path / "file" / "out"
     blocked.parent.touch()
     with pytest.raises(StorageError, match=r"file/out cannot be written: Not a directory"):
-        packing.prepare(plan(files.replace("*", "1")), blocked, workers=1)
+        preparation.prepare(plan(files.replace("*", "1")), blocked, workers=1)
 
 
 # ---- Reading it ----

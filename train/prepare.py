@@ -11,7 +11,7 @@ import pathlib
 
 from absl import flags
 
-from train import cli, packing
+from train import cli, preparation
 from train.errors import InputError
 
 TRAIN = flags.DEFINE_string("train", None, "Globs of the files for training, separated by commas.")
@@ -32,7 +32,7 @@ def main() -> int:
     if WORKERS.value < 0:
         raise InputError(f"--workers={WORKERS.value} is negative")
     output = pathlib.Path(OUTPUT.value)
-    plan = packing.make_plan(
+    plan = preparation.make_plan(
         train=TRAIN.value,
         val=VAL.value,
         tokenizer=TOKENIZER.value,
@@ -46,8 +46,8 @@ def main() -> int:
     stop = cli.StopRequest()
     workers = WORKERS.value or len(os.sched_getaffinity(0))
     try:
-        manifest = packing.prepare(plan, output, workers=workers, stop=lambda: stop.signal is not None)
-    except packing.Stopped:
+        manifest = preparation.prepare(plan, output, workers=workers, stop=lambda: stop.signal is not None)
+    except preparation.Stopped:
         return stop.exit_code
     counts = {split: {name: of[name] for name in ("documents", "tokens")} for split, of in manifest["splits"].items()}
     cli.print_result({"output": str(output), "digest": manifest["digest"], "tokenizer": manifest["tokenizer"]["id"], **counts})
