@@ -143,7 +143,7 @@ def unpack(format: str, name: str, read: Read, index: tuple[slice, slice], tenso
     data = read(f"{name}_packed", (rows, slice(first * block // 2, last * block // 2)))
     scale = read(f"{name}_scale", (rows, slice(first, last)))
     if format == "mxfp4":
-        scale = np.where(scale == 255, np.float32(np.nan), np.ldexp(np.float32(1), scale.astype(np.int32) - 127))
+        scale = np.where(scale == 255, np.float32(np.nan), (scale.astype(np.uint32) << 23).view(np.float32))
     else:
         (inverse,) = read(f"{name}_global_scale", (slice(0, 1),))
         s = np.float32(1) / inverse if tensor_scale is None else np.float32(tensor_scale)

@@ -27,13 +27,15 @@ UNROTATED = flags.DEFINE_bool("unrotated", False, "With mxfp4 or nvfp4: pack the
 SHARED = flags.DEFINE_bool(
     "shared_scales", False, "With nvfp4: one tensor scale for q, k, v and one for gate, up, as vLLM needs it."
 )
-PACKED = ("mxfp4", "nvfp4")
+HIGH, PACKED = ("bfloat16", "float32"), ("mxfp4", "nvfp4")
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     if not WORKDIR.value or not OUTPUT.value:
         raise InputError("--workdir=DIR and --output=DIR are needed")
+    if DTYPE.value not in (*HIGH, *PACKED):
+        raise InputError(f"--dtype={DTYPE.value} is not one of {', '.join((*HIGH, *PACKED))}")
     if UNROTATED.value and DTYPE.value not in PACKED:
         raise InputError(f"--unrotated does not apply to --dtype={DTYPE.value}, only to {', '.join(PACKED)}")
     if SHARED.value and DTYPE.value != "nvfp4":
