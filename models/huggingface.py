@@ -6,7 +6,8 @@ ours [in, out] and, under scan, stacked over layers; rotary pairs are split in h
 one slice of one parameter. Every fault is a ValueError that names the file or the tensors.
 
 Read: Llama 2, 3, 3.1, 3.2 (model_type "llama") in float32, bfloat16 or float16, with RoPE as published ("default"), "linear" or
-"llama3". Refused: other RoPE scalings, biases, other activations, quantized weights.
+"llama3"; linear weights also in MXFP4 or NVFP4, as `models.packed` says. Refused: other RoPE scalings, biases, other
+activations, weights quantized otherwise.
 """
 
 import dataclasses
@@ -15,8 +16,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -24,6 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from models import packed
 from models.llama import LlamaConfig
 
 # Our parameter, with * for the layer → their tensor.
@@ -53,6 +55,16 @@ FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers splits them
 
 def read_config(directory: pathlib.Path, **changes: Any) -> LlamaConfig:
     """Return the model that config.json describes, with execution settings such as dtype or remat from `changes`."""
+    path, found = directory / "config.json", _read_json(directory)
+    try:
+        return from_config(found, **changes)
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read_json(directory: pathlib.Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
         found = json.loads(path.read_text())
@@ -62,12 +74,7 @@ def read_config(directory: pathlib.Path, **changes: Any) -> LlamaConfig:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    try:
-        return from_config(found, **changes)
-    except KeyError as error:
-        raise ValueError(f"{path} has no {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return found
 
 
 def from_config(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
@@ -82,9 +89,10 @@ def from_config(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
     for key, value in needed.items():
         if (given := found.get(key, value)) != value:
             raise ValueError(f"{key}={given!r} is not supported, only {value!r}")
-    for key in ("quantization_config", "sliding_window"):
-        if found.get(key):
-            raise ValueError(f"{key} is not supported")
+    if found.get("sliding_window"):
+        raise ValueError("sliding_window is not supported")
+    if found.get("quantization_config"):
+        packed.from_config(found["quantization_config"])
     heads = found["num_attention_heads"]
     return LlamaConfig(
         **{
@@ -173,16 +181,33 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def expected(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return {their name: shape} of every tensor of the model."""
+    ours = {name: (shapes(config)[path], path) for name, (path, _) in _places_of(config).items()}
+    return {name: shape[::-1] if path.endswith("kernel") else shape for name, (shape, path) in ours.items()}
+
+
+def linear_modules(config: LlamaConfig) -> dict[str, tuple[str, int]]:
+    """Return {their module: (path as in `models.llama.LINEAR_PATHS`, layer)} of the linear layers in the blocks."""
+    return {
+        name.removesuffix(".weight"): (path.removeprefix("layers/").removesuffix("/kernel"), layer)
+        for name, (path, layer) in _places_of(config).items()
+        if layer is not None and path.endswith("kernel")
+    }
+
+
+def _places_of(config: LlamaConfig) -> dict[str, tuple[str, int | None]]:
+    """Return {their name: (our path, layer or None)} of every tensor."""
     out = {}
-    for path, shape in shapes(config).items():
-        shape = shape[::-1] if path.endswith("kernel") else shape
-        layers = range(config.n_layers) if path.startswith("layers/") else ("",)
-        out |= {NAMES[path].replace("*", str(i)): shape for i in layers}
+    for path in shapes(config):
+        layers = range(config.n_layers) if path.startswith("layers/") else (None,)
+        out |= {NAMES[path].replace("*", str(i)): (path, i) for i in layers}
     return out
 
 
-def find_tensors(directory: pathlib.Path, config: LlamaConfig) -> dict[str, pathlib.Path]:
-    """Return {their name: file} of the model's tensors, all of which are there, in shape, and no others. Nothing is read."""
+def find_tensors(directory: pathlib.Path, config: LlamaConfig, format: str = "") -> dict[str, pathlib.Path]:
+    """Return {their name: file} of the model's tensors, all of which are there, in shape, and no others. Nothing is read.
+
+    format: that of linear weights which are packed, each of which may also be there as it is.
+    """
     index = directory / "model.safetensors.index.json"
     files = sorted(directory.glob("*.safetensors"))
     if index.exists():
@@ -200,10 +225,17 @@ def find_tensors(directory: pathlib.Path, config: LlamaConfig) -> dict[str, path
                 part = opened.get_slice(name)
                 if name in where:
                     raise ValueError(f"{name} is in {where[name]} and in {file}")
-                if part.get_dtype() not in DTYPES and not name.endswith(IGNORED):
-                    raise ValueError(f"{name} in {file} is {part.get_dtype()}, not one of {', '.join(DTYPES)}")
+                of_packed = packed.dtype_of(format, name)
+                allowed = (of_packed,) if of_packed else tuple(DTYPES)
+                if part.get_dtype() not in allowed and not name.endswith(IGNORED):
+                    raise ValueError(f"{name} in {file} is {part.get_dtype()}, not one of {', '.join(allowed)}")
                 where[name], found[name] = file, tuple(part.get_shape())
     wanted = expected(config)
+    for module in linear_modules(config) if format else ():
+        name = f"{module}.weight"
+        if f"{name}_packed" in found:
+            parts = packed.shapes(format, wanted.pop(name))
+            wanted |= {name + suffix: shape for suffix, shape in parts.items()}
     extra = [name for name in found if name not in wanted and not name.endswith(IGNORED)]
     if config.tie_embeddings and "lm_head.weight" in extra:
         _check_tied(where)
@@ -234,8 +266,16 @@ def _check_tied(where: Mapping[str, pathlib.Path]) -> None:
 
 
 def _read(file: pathlib.Path, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """Return (a slice of) one tensor, float8 as bytes: safetensors 0.8.0 gives numpy no array of these."""
     with _open(file) as opened:
-        return opened.get_slice(name)[index or ...]
+        part = opened.get_slice(name)
+        if not part.get_dtype().startswith("F8_"):
+            return part[index or ...]
+    with file.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        entry = json.loads(raw.read(length))[name]
+    start, _ = entry["data_offsets"]
+    return np.array(np.memmap(file, np.uint8, "r", 8 + length + start, tuple(entry["shape"]))[index or ...])
 
 
 # ---- In and out ----
@@ -244,9 +284,11 @@ def _read(file: pathlib.Path, name: str, index: tuple[slice, ...] = ()) -> np.nd
 def load(directory: pathlib.Path, config: LlamaConfig, shardings: Any = None) -> dict[str, Any]:
     """Return the parameters of `models.llama.Llama(config)`, float32, each placed as `shardings` (a tree like it) says.
 
-    Without shardings they lie on the default device.
+    Without shardings they lie on the default device. Packed weights are decoded.
     """
-    where = find_tensors(directory, config)
+    quantization = _read_json(directory).get("quantization_config")
+    format = packed.from_config(quantization) if quantization else ""
+    source = _Source(find_tensors(directory, config, format), format, packed.read_tensor_scales(directory) if format else {})
     tree: dict[str, Any] = {}
     for path, shape in shapes(config).items():
         for ours, layers in _places(path, config):
@@ -260,11 +302,11 @@ def load(directory: pathlib.Path, config: LlamaConfig, shardings: Any = None) ->
             def part(index, path=path, layers=layers, full=full):
                 index = tuple(slice(*i.indices(n)) for i, n in zip(index, full, strict=True))
                 if layers is None:
-                    return _tensor(where, path, "", index)
+                    return _tensor(source, path, "", index)
                 if not config.scan_layers:
-                    return _tensor(where, path, layers, index)
+                    return _tensor(source, path, layers, index)
                 chosen = range(index[0].start, index[0].stop)
-                return np.stack([_tensor(where, path, layer, index[1:]) for layer in chosen])
+                return np.stack([_tensor(source, path, layer, index[1:]) for layer in chosen])
 
             node = tree
             *parents, leaf = ours.split("/")
@@ -283,9 +325,23 @@ def _places(path: str, config: LlamaConfig) -> list[tuple[str, Any]]:
     return [(path.replace("layers/", f"layers_{i}/"), i) for i in range(config.n_layers)]
 
 
-def _tensor(where: Mapping[str, pathlib.Path], path: str, layer: Any, index: tuple[slice, ...]) -> np.ndarray:
-    name = NAMES[path].replace("*", str(layer))
-    values = _read(where[name], name, index[::-1] if path.endswith("kernel") else index)
+class _Source(NamedTuple):
+    """Where tensors are read: {their name: file}, the format of those that are packed, {module: tensor scale}."""
+
+    where: Mapping[str, pathlib.Path]
+    format: str
+    tensor_scales: Mapping[str, float]
+
+
+def _tensor(source: _Source, path: str, layer: Any, index: tuple[slice, ...]) -> np.ndarray:
+    name, where = NAMES[path].replace("*", str(layer)), source.where
+    index = index[::-1] if path.endswith("kernel") else index
+    if name in where:
+        values = _read(where[name], name, index)
+    else:
+        rows, columns = index
+        scale = source.tensor_scales.get(name.removesuffix(".weight"))
+        values = packed.unpack(source.format, name, lambda name, index: _read(where[name], name, index), (rows, columns), scale)
     return np.asarray(values.T if path.endswith("kernel") else values, np.float32)
 
 
@@ -295,12 +351,15 @@ def save(
     config: LlamaConfig,
     *,
     dtype: str = "bfloat16",
+    packing: packed.Packing | None = None,
+    manifest: Mapping[str, Any] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
     """Write a model so that transformers loads it: all of it or, at a fault, nothing. The directory must not be there yet.
 
-    dtype: "bfloat16" (rounded to nearest even) or "float32". more: {file name: content} of what else belongs there, such as
-    the tokenizer's. One parameter at a time is on the host beside the file that is being filled.
+    dtype: "bfloat16" (rounded to nearest even) or "float32", of all that `packing` does not name. manifest: JSON data that goes
+    into `packed.MANIFEST`, to which the tensor scales of packed weights are added. more: {file name: content} of what else
+    belongs there, such as the tokenizer's. One parameter at a time is on the host beside the file that is being filled.
     """
     if dtype not in SAVED:
         raise ValueError(f"{dtype=} is not one of {', '.join(SAVED)}")
@@ -308,10 +367,17 @@ def save(
         raise ValueError(f"{directory} is there already")
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    found, scales = to_config(config, dtype), {}
+    if packing is not None:
+        ignore = {"lm_head", *linear_modules(config)} - set(packing.modules)
+        found["quantization_config"] = packed.to_config(packing.format, ignore)
     try:
         temporary.mkdir(parents=True)
-        _write_files(temporary, _tensors_of(params, config, SAVED[dtype]))
-        texts = {"config.json": json.dumps(to_config(config, dtype), indent=2) + "\n", **(more or {})}
+        _write_files(temporary, _tensors_of(params, config, SAVED[dtype], packing, scales))
+        texts = {"config.json": json.dumps(found, indent=2) + "\n", **(more or {})}
+        if manifest is not None:
+            content = {**manifest, "tensor_scales": scales} if scales else manifest
+            texts[packed.MANIFEST] = json.dumps(content, indent=2) + "\n"
         for name, text in texts.items():
             (temporary / name).write_text(text)
         os.replace(temporary, directory)
@@ -320,18 +386,35 @@ def save(
         raise ValueError(f"{directory} cannot be written: {error}") from None
 
 
-def _tensors_of(params: Mapping[str, Any], config: LlamaConfig, dtype: Any):
-    """Yield (their name, array) of every tensor."""
-    for path in shapes(config):
-        for ours, layer in _places(path, config):
-            node: Any = params
-            for key in ours.split("/"):
-                node = node[key]
-            layers = range(config.n_layers) if layer is not None and config.scan_layers else (layer,)
-            for i in layers:
-                values = np.asarray(node[i] if layer is not None and config.scan_layers else node).astype(dtype)
-                values = values.T if path.endswith("kernel") else values
-                yield NAMES[path].replace("*", str(i)), np.ascontiguousarray(values)
+def _tensors_of(
+    params: Mapping[str, Any],
+    config: LlamaConfig,
+    dtype: Any,
+    packing: packed.Packing | None,
+    scales: dict[str, float],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (their name, array) of every tensor; put the tensor scales of packed ones into `scales`."""
+    places = _places_of(config)
+    for name, (path, layer) in places.items():
+        module = name.removesuffix(".weight")
+        if packing is None or module not in packing.modules:
+            yield name, np.ascontiguousarray(_values(params, config, path, layer).astype(dtype))
+            continue
+        codes = packing.cast(module, lambda other: _values(params, config, *places[f"{other}.weight"]))
+        if codes.tensor_scale is not None:
+            scales[module] = codes.tensor_scale
+        for suffix, values in packed.tensors(packing.format, codes).items():
+            yield name + suffix, np.ascontiguousarray(values)
+
+
+def _values(params: Mapping[str, Any], config: LlamaConfig, path: str, layer: int | None) -> np.ndarray:
+    """Return one tensor as they orient it."""
+    unrolled = layer is not None and not config.scan_layers
+    node: Any = params
+    for key in (path.replace("layers/", f"layers_{layer}/") if unrolled else path).split("/"):
+        node = node[key]
+    values = np.asarray(node if layer is None or unrolled else node[layer])
+    return values.T if path.endswith("kernel") else values
 
 
 def _write_files(directory: pathlib.Path, tensors) -> None:

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-from helpers import leaves, run, settings, train, write_corpus
+from helpers import assert_same, leaves, run, settings, train, write_corpus
 from test_huggingface import numpy_logits, our_logits
 
+from fp4jax.ops import quantize
+from fp4jax.recipe import OperandSpec
+from models import huggingface
 from train import checkpoint, corpus, sharding, step
 
 TEXT = "In the beginning\n\n\t“naïve” — Ж 🙂 \x00\x7f end"
@@ -51,13 +54,46 @@ def test_a_checkpoint_becomes_a_model_that_others_read(trained, tmp_path):
     np.testing.assert_array_equal(average, np.asarray(leaves(state.ema)["['final_norm']['scale']"]).astype(average.dtype))
 
 
+def test_a_checkpoint_becomes_packed_weights_and_a_manifest(trained, tmp_path):
+    s, workdir = trained
+    flags = (f"--workdir={workdir}", "--dtype=nvfp4", "--shared_scales", "--ema")
+    code, out, err = run("train.export", f"--output={tmp_path / 'model'}", *flags)
+    assert code == 0, err
+    result = json.loads(out[-1])
+    assert (result["packed"], result["kept"], result["step"]) == (14, 0, 2)
+    manifest = json.loads((tmp_path / "model" / "fp4jax.json").read_text())
+    assert (manifest["recipe"], manifest["dtype"], manifest["ema"], manifest["shared_scales"]) == ("none", "nvfp4", True, True)
+    assert (manifest["cast_by"], manifest["rotation"], manifest["step"]) == ("the format's default", "none", 2)
+    assert manifest["recipe_digest"] == s.numerics.recipe.digest()
+    assert set(manifest["versions"]) == {"fp4jax", "jax", "safetensors"}
+
+    checkpoints = checkpoint.Checkpoints(workdir)
+    state, _ = checkpoints.restore(2, step.abstract_state(s, sharding.make_mesh(s.mesh)))
+    checkpoints.close()
+    found = huggingface.load(tmp_path / "model", huggingface.read_config(tmp_path / "model"))["layers"]["mlp"]
+    average = state.ema["layers"]["mlp"]
+    fused = np.concatenate([average["gate"]["kernel"][1], average["up"]["kernel"][1]], axis=1)
+    values = quantize.quantize(fused, OperandSpec("nvfp4"), 0).dequantize()
+    assert_same(np.concatenate([found["gate"]["kernel"][1], found["up"]["kernel"][1]], axis=1), values)
+    down = quantize.quantize(average["down"]["kernel"][0], OperandSpec("nvfp4"), 0).dequantize()
+    assert_same(found["down"]["kernel"][0], down)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "--workdir=DIR and --output=DIR are needed"),
         (["--output={tmp}", "--workdir={run}"], "--output: .* is there already"),
-        (["--output={tmp}/x", "--workdir={run}", "--dtype=float16"], "dtype='float16' is not one of float32, bfloat16"),
+        (
+            ["--output={tmp}/x", "--workdir={run}", "--dtype=float16"],
+            "--dtype=float16 is not one of bfloat16, float32, mxfp4, nvfp4",
+        ),
         (["--output={tmp}/x", "--workdir={run}", "--step=7"], "no checkpoint of step 7"),
+        (["--output={tmp}/x", "--workdir={run}", "--unrotated"], "--unrotated does not apply to --dtype=bfloat16"),
+        (
+            ["--output={tmp}/x", "--workdir={run}", "--dtype=mxfp4", "--shared_scales"],
+            "--shared_scales does not apply to .*mxfp4",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(trained, tmp_path, flags, message):

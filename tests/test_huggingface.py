@@ -236,7 +236,7 @@ def test_each_device_reads_its_own_slices(tmp_path, monkeypatch):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq', .* is not supported"),
         ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
         ({"hidden_size": "32"}, "d_model='32' is not"),
     ],
