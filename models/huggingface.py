@@ -353,13 +353,16 @@ def save(
     dtype: str = "bfloat16",
     packing: packed.Packing | None = None,
     manifest: Mapping[str, Any] | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
     """Write a model so that transformers loads it: all of it or, at a fault, nothing. The directory must not be there yet.
 
     dtype: "bfloat16" (rounded to nearest even) or "float32", of all that `packing` does not name. manifest: JSON data that goes
     into `packed.MANIFEST`, to which the tensor scales of packed weights are added. more: {file name: content} of what else
-    belongs there, such as the tokenizer's. One parameter at a time is on the host beside the file that is being filled.
+    belongs there, such as the tokenizer's. bos_id, eos_id: written also where they are None, or transformers takes 1 and 2. One
+    parameter at a time is on the host beside the file that is being filled.
     """
     if dtype not in SAVED:
         raise ValueError(f"{dtype=} is not one of {', '.join(SAVED)}")
@@ -367,7 +370,7 @@ def save(
         raise ValueError(f"{directory} is there already")
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    found, scales = to_config(config, dtype), {}
+    found, scales = {**to_config(config, dtype), "bos_token_id": bos_id, "eos_token_id": eos_id}, {}
     if packing is not None:
         ignore = {"lm_head", *linear_modules(config)} - set(packing.modules)
         found["quantization_config"] = packed.to_config(packing.format, ignore)

@@ -56,7 +56,7 @@ def test_a_checkpoint_becomes_a_model_that_others_read(trained, tmp_path):
 
 def test_a_checkpoint_becomes_packed_weights_and_a_manifest(trained, tmp_path):
     s, workdir = trained
-    flags = (f"--workdir={workdir}", "--dtype=nvfp4", "--shared_scales", "--ema")
+    flags = (f"--workdir={workdir}", "--dtype=nvfp4", "--ema")
     code, out, err = run("train.export", f"--output={tmp_path / 'model'}", *flags)
     assert code == 0, err
     result = json.loads(out[-1])

@@ -25,7 +25,7 @@ DTYPE = flags.DEFINE_string("dtype", "bfloat16", "bfloat16, float32, mxfp4 or nv
 EMA = flags.DEFINE_bool("ema", False, "Write the average of the weights.")
 UNROTATED = flags.DEFINE_bool("unrotated", False, "With mxfp4 or nvfp4: pack the weights that fprop rotates without rotation.")
 SHARED = flags.DEFINE_bool(
-    "shared_scales", False, "With nvfp4: one tensor scale for q, k, v and one for gate, up, as vLLM needs it."
+    "shared_scales", None, "With nvfp4: one tensor scale for q, k, v and one for gate, up, as vLLM needs it; the default."
 )
 HIGH, PACKED = ("bfloat16", "float32"), ("mxfp4", "nvfp4")
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def main() -> int:
         raise InputError(f"--dtype={DTYPE.value} is not one of {', '.join((*HIGH, *PACKED))}")
     if UNROTATED.value and DTYPE.value not in PACKED:
         raise InputError(f"--unrotated does not apply to --dtype={DTYPE.value}, only to {', '.join(PACKED)}")
-    if SHARED.value and DTYPE.value != "nvfp4":
+    shared = DTYPE.value == "nvfp4" if SHARED.value is None else SHARED.value
+    if SHARED.value is not None and DTYPE.value != "nvfp4":
         raise InputError(f"--shared_scales does not apply to --dtype={DTYPE.value}, which has no tensor scales: only to nvfp4")
     from models import huggingface, llama  # after the flags were read: importing jax takes seconds
     from train import loop, packing, step
@@ -63,15 +64,15 @@ def main() -> int:
         "versions": {name: importlib.metadata.version(name) for name in ("fp4jax", "jax", "safetensors")},
     }
     if choice is not None:
-        manifest |= {"shared_scales": SHARED.value, **packing.describe(settings, choice)}
+        manifest |= {"shared_scales": shared, **packing.describe(settings, choice)}
         result["packed"], result["kept"] = len(choice.casts), len(choice.kept)
-        if DTYPE.value == "nvfp4" and not SHARED.value:
+        if DTYPE.value == "nvfp4" and not shared:
             log.info("q, k, v and gate, up have tensor scales of their own: vLLM needs --shared_scales (docs/checkpoints.md)")
+    tokenizer = dataset.tokenizer
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     more = {
-        "tokenizer.json": dataset.tokenizer.to_json(),
-        "tokenizer_config.json": json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        ),
+        "tokenizer.json": tokenizer.to_json(),
+        "tokenizer_config.json": json.dumps(tokenizer_config | tokenizer.special_names()),
     }
     try:
         huggingface.save(
@@ -79,8 +80,10 @@ def main() -> int:
             params,
             settings.model,
             dtype="bfloat16" if choice else DTYPE.value,
-            packing=packing.packing(settings, DTYPE.value, choice, shared=SHARED.value) if choice else None,
+            packing=packing.packing(settings, DTYPE.value, choice, shared=shared) if choice else None,
             manifest=manifest,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
             more=more,
         )
     except ValueError as error:
