@@ -1,7 +1,7 @@
 """The protocol of arXiv 2605.09825 (MLPerf Training, Llama 3.1 8B) for a node of 8 GPUs: docs/mlperf.md.
 
-    python -m train.main --config=configs/llama3_8b_mlperf.py[:RECIPE] --config.data.files='c4/train/*.jsonl.gz' \\
-        --config.data.val_files='c4/val/*.jsonl.gz'
+    python -m train.prepare --train=FILES --val=FILES --tokenizer=tokenizer.json --output=prepared/c4
+    python -m train.main --config=configs/llama3_8b_mlperf.py[:RECIPE]
     python -m train.ablate --config=configs/llama3_8b_mlperf.py ...      # the study's 12 rows, one after the other
 
 Until validation log-perplexity 3.3: 172 032 to 196 608 sequences of 8 192 tokens in the study (5 376 to 6 144 steps). Not
@@ -20,8 +20,8 @@ from train.grid import default_section
 def get_config(recipe: str = "mxfp4_h16") -> ConfigDict:
     config: Any = llama3.get_config(f"8b,{recipe}").unlock()
     config.model.rope_scaling = "none"
-    config.data.update(source="files", files="c4/train/*.jsonl.gz", val_files="c4/val/*.jsonl.gz")
-    config.data.update(tokenizer="bpe:128256", seq_len=8192, max_val_sequences=1024)
+    config.data.update(source="prepared", files="prepared/c4", tokenizer="", seq_len=8192)
+    config.data.update(max_val_sequences=1024, val_choice="first")
     # Warm-up, then a cosine over 1 200 000 steps: in effect a constant rate.
     config.optimizer.update(peak_lr=8e-4, end_lr=0.0, warmup_steps=128, decay_steps=1_200_000, eps=1e-5)
     # Evaluated every 12 288 sequences; `steps` is where a run that does not reach the target ends.
