@@ -1,6 +1,7 @@
 """The protocol of arXiv 2605.09825 (MLPerf Training, Llama 3.1 8B) for a node of 8 GPUs: docs/mlperf.md.
 
-    python -m train.prepare --train=FILES --val=FILES --tokenizer=tokenizer.json --output=prepared/c4
+    python -m train.prepare --train=FILES --val=FILES --tokenizer=tokenizer.json --documents=none \\
+        --output=prepared/c4                                            # docs/mlperf.md says of what
     python -m train.main --config=configs/llama3_8b_mlperf.py[:RECIPE]
     python -m train.ablate --config=configs/llama3_8b_mlperf.py ...      # the study's 12 rows, one after the other
 

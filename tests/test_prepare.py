@@ -54,11 +54,19 @@ def documents_of(found, split):
 
 def marked(text, tokenizer, marks):
     before, after = [tokenizer.bos_id] * ("bos" in marks), [tokenizer.eos_id] * ("eos" in marks)
-    return [*before, *tokenizer.encode(text + corpus.SEPARATOR * (marks == "none")).tolist(), *after]
+    return [*before, *tokenizer.encode(text + corpus.SEPARATOR * (marks == "newlines")).tolist(), *after]
 
 
 @pytest.mark.parametrize(
-    ("spec", "marks"), [("bytes+eos", "eos"), ("bytes", "none"), ("bpe:280+eos", "eos"), ("file", "bos+eos"), ("file", "bos")]
+    ("spec", "marks"),
+    [
+        ("bytes+eos", "eos"),
+        ("bytes", "newlines"),
+        ("bytes", "none"),
+        ("bpe:280+eos", "eos"),
+        ("file", "bos+eos"),
+        ("file", "bos"),
+    ],
 )
 def test_every_document_is_there_once_with_its_marks(tmp_path, files, spec, marks):
     if spec == "file":
@@ -74,7 +82,7 @@ def test_every_document_is_there_once_with_its_marks(tmp_path, files, spec, mark
         assert documents_of(found, split) == [marked(text, found.tokenizer(), marks) for text in expected]
         of = found.manifest["splits"][split]
         assert (of["documents"], of["tokens"]) == (len(expected), len(found.ids[split]))
-        assert of["text_bytes"] == sum(len(d.encode()) + 2 * (marks == "none") for d in expected)
+        assert of["text_bytes"] == sum(len(d.encode()) + 2 * (marks == "newlines") for d in expected)
         assert of["largest_id"] == found.ids[split].max()
     assert found.manifest["documents"] == marks
 
@@ -227,7 +235,7 @@ def test_another_tokenizer_is_refused(tmp_path, files):
     for spec in ("bytes", str(tmp_path / "t.json")):
         with pytest.raises(InputError, match=rf"out was prepared with another tokenizer: bytes\+eos.*, not {re.escape(spec)}"):
             data.load(config(tmp_path / "out", tokenizer=spec))
-    prepare(tmp_path, files, "other", tokenizer="bytes", marks="none")
+    prepare(tmp_path, files, "other", tokenizer="bytes", marks="newlines")
     with pytest.raises(InputError, match="other was prepared with another tokenizer than"):
         data.load(config(f"{tmp_path}/out=1", f"{tmp_path}/other=1"))
 

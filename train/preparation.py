@@ -195,7 +195,7 @@ def _encoded(path: str, tokenizer: Tokenizer, plan: Plan) -> Iterator[list[tuple
             ended = after[len(after) * int(ids[-1] in after) :]
             yield [(np.concatenate([begun, ids.astype(dtype), ended]), 0)]
         return
-    separator = SEPARATOR if plan.marks == "none" else ""
+    separator = SEPARATOR if plan.marks == "newlines" else ""
     for batch in itertools.batched(sources.read_text(path, text_key=plan.text_key), BATCH):
         texts = [text + separator for text in batch]
         encoded = tokenizer.encode_batch(texts)

@@ -20,7 +20,7 @@ OUTPUT = flags.DEFINE_string("output", None, "The directory to write.")
 TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "tokenizer.json, Llama 3's tiktoken file, bytes, bytes+eos, bpe:N, bpe:N+eos."
 )
-DOCUMENTS = flags.DEFINE_string("documents", "eos", "What marks a document: eos, bos, bos+eos, or none: two newlines.")
+DOCUMENTS = flags.DEFINE_string("documents", "eos", "What marks a document: eos, bos, bos+eos, newlines (two of them), none.")
 TEXT_KEY = flags.DEFINE_string("text_key", "text", "Key or column of the text in JSON, Parquet and ArrayRecord files.")
 VAL_FRACTION = flags.DEFINE_float("val_fraction", 0.001, "Share of the documents for validation, without --val.")
 WORKERS = flags.DEFINE_integer("workers", 0, "Processes; 0: one per CPU core. It does not change the result.")

@@ -5,8 +5,9 @@
     train.bin, val.bin     the ids of all documents one after the other, little-endian uint16 or uint32
     train.ends, val.ends   where each document ends, int64, in ids from the beginning
 
-A document is [BOS] its ids [EOS], as "documents" in the manifest says: "eos", "bos", "bos+eos"; or "none", where
-corpus.SEPARATOR follows it as text. `digest` identifies all of it and does not depend on the machine.
+A document is [BOS] its ids [EOS], as "documents" in the manifest says: "eos", "bos", "bos+eos"; "newlines", where
+corpus.SEPARATOR follows it as text; "none", where nothing does. `digest` identifies all of it, and does not depend on the
+machine.
 """
 
 import concurrent.futures
@@ -25,7 +26,7 @@ from train.tokenizer import JsonTokenizer
 
 FORMAT = 1
 SPLITS = ("train", "val")
-MARKS = ("eos", "bos", "bos+eos", "none")
+MARKS = ("eos", "bos", "bos+eos", "newlines", "none")
 
 
 class Prepared(NamedTuple):
