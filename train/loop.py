@@ -130,14 +130,19 @@ def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Check
     dataset = data.load(settings.data)
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
-    devices = len(jax.devices())  # any number will do
-    fsdp = settings.model.d_model % devices == 0
-    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig() if fsdp else sharding.MeshConfig(data=devices, fsdp=1))
+    settings = on_all_devices(settings)
     mesh = sharding.make_mesh(settings.mesh)
     checkpoints = Checkpoints(workdir)
     if checkpoints.latest() is None:
         raise InputError(f"{workdir} has no checkpoint yet")
     return settings, dataset, mesh, checkpoints
+
+
+def on_all_devices(settings: Settings) -> Settings:
+    """Return the settings with a mesh over the devices here, of which any number will do."""
+    devices = len(jax.devices())
+    fsdp = settings.model.d_model % devices == 0
+    return dataclasses.replace(settings, mesh=sharding.MeshConfig() if fsdp else sharding.MeshConfig(data=devices, fsdp=1))
 
 
 class Run:

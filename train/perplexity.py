@@ -13,7 +13,7 @@ Shape key: B rows, T positions.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,7 +94,9 @@ def cut(streams: Sequence[np.ndarray], *, window: int, stride: int) -> list[Piec
     ]
 
 
-def batches(pieces: Sequence[Piece], *, batch_size: int, equal: bool = False) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+def batches(
+    pieces: Sequence[Piece], *, batch_size: int, equal: bool = False
+) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
     """Yield (numbers of the pieces, {"tokens": int32 [B, T + 1], "mask": float32 [B, T]}), the longest first.
 
     The mask is 1 where the token after a position is to be predicted; the rows that a last batch lacks are zeros. Pieces are
@@ -142,7 +144,7 @@ def count(pieces: Sequence[Piece]) -> int:
     return sum(len(piece.tokens) - piece.scored for piece in pieces)
 
 
-def summary(nats: float, tokens: int, bytes_per_token: float | None) -> dict[str, float | int | None]:
+def summary(nats: float, tokens: int, bytes_per_token: float | None) -> dict[str, Any]:
     """Return what is reported of a loss summed over `tokens` tokens, in nats.
 
     bits per byte = nats per token / ln 2 / (bytes of the text per token of it); None where the text is not known.
