@@ -5,11 +5,13 @@ to see in front of a text is `bos`, which callers put there. Not supported: toke
 """
 
 import json
+import logging
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from jax.sharding import Mesh
@@ -17,11 +19,14 @@ from jax.sharding import Mesh
 from fp4jax import bits
 from models import huggingface, llama
 from models.llama import LlamaConfig
-from train import config, loop, sharding, step
+from train import config, corpus, sharding, step
 from train.config import Settings
 from train.data import DataConfig
 from train.errors import InputError
 from train.optimizer import OptimizerConfig
+
+log = logging.getLogger(__name__)
+SAMPLE = "In the beginning God created the heaven and the earth.\n\n“naïve” 1234567 Ж 🙂"
 
 
 class Tokenizer:
@@ -93,6 +98,36 @@ def read_config(directory: pathlib.Path, **changes: Any) -> LlamaConfig:
         raise InputError(str(error)) from None
 
 
+def check(settings: Settings, tokenizer: corpus.Tokenizer) -> None:
+    """Raise InputError where train.initial_weights is not the run's model, or of another tokenizer; no weight is read."""
+    directory = pathlib.Path(settings.train.initial_weights)
+    differences = huggingface.same_model(settings.model, read_config(directory))
+    if differences:
+        raise InputError(f"train.initial_weights={directory} is another model than the run's: {'; '.join(differences)}")
+    try:
+        huggingface.find_tensors(directory, settings.model)
+    except ValueError as error:
+        raise InputError(f"train.initial_weights: {error}") from None
+    if not (directory / "tokenizer.json").exists():
+        log.warning("%s has no tokenizer.json: nothing says that its token ids are those of the data", directory)
+        return
+    theirs, ours = (each.encode(SAMPLE).tolist() for each in (Tokenizer(directory), tokenizer))
+    if theirs != ours:
+        raise InputError(
+            f"train.initial_weights={directory} knows other token ids than data.tokenizer={settings.data.tokenizer!r} gives: "
+            f"{SAMPLE[:20]!r} begins with {theirs[:4]}, not {ours[:4]}"
+        )
+
+
+def start_from(settings: Settings, mesh: Mesh, state: step.TrainState) -> step.TrainState:
+    """Return the initial state with the weights of train.initial_weights in the place of random ones, which make room first."""
+    directory, averages = pathlib.Path(settings.train.initial_weights), bool(state.ema)
+    state = state._replace(params={}, ema={})
+    params = load(directory, settings, mesh)
+    log.info("step 0 has the weights of %s", directory)
+    return state._replace(params=params, ema=jax.tree.map(jnp.copy, params) if averages else {})
+
+
 def load(directory: pathlib.Path, settings: Settings, mesh: Mesh) -> Any:
     """Return the directory's weights as float32 parameters, each read straight into its place on the mesh."""
     model = llama.Llama(settings.model)
@@ -114,9 +149,9 @@ def open_model(
     quant.update(recipe=recipe, impl=impl)
     numerics, name, _ = config.resolve_numerics(quant, model.n_layers)
     data = DataConfig(seq_len=min(model.max_seq_len, 2048))
-    settings = Settings(model, data, OptimizerConfig(), config.TrainConfig(), sharding.MeshConfig(), numerics, name)
-    settings = loop.on_all_devices(settings)
-    mesh = sharding.make_mesh(settings.mesh)
+    mesh_config = sharding.over_all_devices(model)
+    settings = Settings(model, data, OptimizerConfig(), config.TrainConfig(), mesh_config, numerics, name)
+    mesh = sharding.make_mesh(mesh_config)
     params = load(directory, settings, mesh)
     state = step.TrainState(params, (), np.int32(0), {}, bits.seed_words(0), {}, {})  # pyright: ignore[reportArgumentType]
     return settings, mesh, state, tokenizer
