@@ -121,6 +121,33 @@ def test_the_number_of_devices_does_not_change_the_result(trained, capsys):
         assert (there["step"], there["tokens"], there["recipe"]) == (4, here["tokens"], here["recipe"])
 
 
+def test_windows_over_the_validation_split(trained, capsys):
+    """Cut as in training, the split gives the validation loss; a smaller stride gives more context, and another loss."""
+    s, workdir = trained
+    own = run_evaluate(capsys, workdir)
+    result = run_evaluate(capsys, workdir, window=s.data.seq_len)
+    (found,) = result["datasets"]
+    tokens = len(data.load(s.data).val[0]) - 1
+    assert (found["dataset"], found["tokens"], found["stride"]) == ("validation split", tokens, s.data.seq_len)
+    assert (result["step"], result["recipe"]) == (4, "mxfp4_sr")
+    assert found["nats_per_token"] == pytest.approx(own["val_loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(own["val_loss"] / np.log(2), rel=1e-6)  # a token is a byte
+    (more,) = run_evaluate(capsys, workdir, stride=s.data.seq_len // 2)["datasets"]
+    assert more["tokens"] == tokens
+    assert abs(more["nats_per_token"] - own["val_loss"]) > 1e-5
+
+
+def test_other_text_and_a_continuation(trained, capsys, tmp_path):
+    _, workdir = trained
+    (tmp_path / "a.txt").write_text("abc def " * 20)
+    (tmp_path / "b.txt").write_text("fed cba " * 30)
+    paths = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    result = run_evaluate(capsys, workdir, data=[",".join(paths)], generate="abc", max_tokens=4)
+    assert [(found["dataset"], found["tokens"]) for found in result["datasets"]] == [(paths[0], 159), (paths[1], 239)]
+    assert (result["generation"]["prompt"], result["generation"]["tokens"]) == ("abc", 4)
+    assert "val_loss" not in result
+
+
 # ---- Bad input ----
 
 

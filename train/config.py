@@ -64,6 +64,8 @@ class TrainConfig:
         the state unchanged, before the run stops.
       skip_spikes: leave out a step whose loss or gradient norm lies more than so many standard deviations above the mean of the
         last spike_window steps, once half of them were seen; 0 means never. OLMo-core's SkipStepOptimizer takes 6 and 128.
+      initial_weights: a Llama in Hugging Face's layout that step 0 begins with, in place of random weights; its shape must be
+        that of `model`, its token ids those of the data. A run that is resumed reads its checkpoint only.
       seed: initial weights, data order and random bits. log_every: steps between log lines without a terminal.
     """
 
@@ -80,6 +82,7 @@ class TrainConfig:
     skip_nonfinite: int = 0
     skip_spikes: float = 0.0
     spike_window: int = 128
+    initial_weights: str = ""
     seed: int = 0
     log_every: int = 50
 
@@ -88,7 +91,7 @@ class TrainConfig:
         if self.grad_reduce_dtype not in REDUCE:
             raise InputError(f"train.grad_reduce_dtype={self.grad_reduce_dtype!r} is not one of {', '.join(REDUCE)}")
         for name, value in dataclasses.asdict(self).items():
-            if name != "grad_reduce_dtype" and not (
+            if not isinstance(value, str) and not (
                 math.isfinite(value) and value >= (name in ("steps", "batch_size", "accumulation", "log_every"))
             ):
                 raise InputError(f"train.{name}={value} is out of range")

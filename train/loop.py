@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from fp4jax import stats
 from models import llama
-from train import config, data, diagnosis, memory, processes, sharding, step
+from train import config, data, diagnosis, memory, pretrained, processes, sharding, step
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
@@ -94,6 +94,8 @@ def _check(settings: Settings, workdir: pathlib.Path):
     data.check_ids(dataset, vocab_size=settings.model.vocab_size, document_end=settings.model.document_end)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
         raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
+    if settings.train.initial_weights and not any((workdir / "checkpoints").glob("[0-9]*")):
+        pretrained.check(settings, dataset.tokenizer)
     try:
         return stored, dataset, mesh, [step.census_rows(phase) for phase in settings.phases()]
     except ValueError as error:
@@ -130,9 +132,7 @@ def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Check
     dataset = data.load(settings.data)
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
-    devices = len(jax.devices())  # any number will do
-    fsdp = settings.model.d_model % devices == 0
-    settings = dataclasses.replace(settings, mesh=sharding.MeshConfig() if fsdp else sharding.MeshConfig(data=devices, fsdp=1))
+    settings = dataclasses.replace(settings, mesh=sharding.over_all_devices(settings.model))
     mesh = sharding.make_mesh(settings.mesh)
     checkpoints = Checkpoints(workdir)
     if checkpoints.latest() is None:
@@ -252,6 +252,8 @@ class Run:
         if damaged:
             raise next(iter(damaged.values()))
         state = step.init_state(self.settings, self.mesh)
+        if self.settings.train.initial_weights:
+            state = pretrained.start_from(self.settings, self.mesh, state)
         return state if initial is None else initial(state), 0
 
     def train(self, stop: StopRequest, *, profile: bool = False) -> Result:

@@ -88,6 +88,12 @@ def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
     return shape
 
 
+def over_all_devices(model: LlamaConfig) -> MeshConfig:
+    """Return a mesh of all devices here, whatever their number, to look at a model."""
+    devices = len(jax.devices())
+    return MeshConfig() if model.d_model % devices == 0 else MeshConfig(data=devices, fsdp=1)
+
+
 def make_mesh(config: MeshConfig) -> Mesh:
     """Return the mesh over the first data × fsdp × context × tensor devices."""
     devices = jax.devices()

@@ -251,10 +251,8 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     first_row: the global index of the batch's first sequence, the row that its random bits are drawn for. step, seed: those of
     the train state.
     """
-    numerics = settings.numerics if stochastic else settings.numerics.map(round_to_nearest)
-    numerics = dataclasses.replace(numerics, residuals="operands")  # there is no backward pass
-    numerics = numerics.map(lambda recipe: Recipe(fprop=current_scaling(recipe).fprop))
-    fprops = [recipe.fprop for recipe in (numerics.recipe, *(recipe for _, recipe in numerics.rules))]
+    numerics = eval_numerics(settings.numerics, stochastic=stochastic)
+    fprops = _fprops(numerics)
     if any(matmul.choose(numerics.impl, spec)[0] == "triton" for spec in fprops) and not _has_tensor_scales(fprops):
         # Rows do not see each other, and one kernel for all of them is faster than one for each.
         numerics = dataclasses.replace(numerics, partition=sharding.partition(mesh))
@@ -277,6 +275,28 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
         return jax.vmap(one)(tokens_BT1, first_row + jnp.arange(tokens_BT1.shape[0], dtype=jnp.uint32))
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def eval_numerics(numerics: Numerics, *, stochastic: bool = False) -> Numerics:
+    """Return the numerics of a forward pass alone, without a history, rounding to nearest unless `stochastic`."""
+    numerics = numerics if stochastic else numerics.map(round_to_nearest)
+    numerics = dataclasses.replace(numerics, residuals="operands")  # there is no backward pass
+    return numerics.map(lambda recipe: Recipe(fprop=current_scaling(recipe).fprop))
+
+
+def looks_ahead(numerics: Numerics) -> bool:
+    """Return whether in evaluation a position depends on those after it: by a scale, or a mean, taken over a sequence."""
+
+    def over_tokens(spec: GemmSpec) -> bool:
+        x = spec.lhs
+        whole = (x.scale == "e4m3" and x.scale_rule != "single_level") or (x.scale == "float32" and not x.block)
+        return whole or (x.across or 1) > 1 or spec.split == "mean"
+
+    return any(over_tokens(spec) for spec in _fprops(eval_numerics(numerics)))
+
+
+def _fprops(numerics: Numerics) -> list[GemmSpec]:
+    return [recipe.fprop for recipe in (numerics.recipe, *(recipe for _, recipe in numerics.rules))]
 
 
 def _has_tensor_scales(specs: list[GemmSpec]) -> bool:

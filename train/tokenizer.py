@@ -42,12 +42,15 @@ LLAMA3_SPECIAL = [
 class Tokenizer:
     """Maps text to ids in [0, vocab_size) and back.
 
-    id: 16 hex digits over what it does. bos_id, eos_id: what begins and ends a document, None where it has none.
+    id: 16 hex digits over what it does. bos_id, eos_id: what can begin and end a document, None where it has none. bos: what a
+    model is used to see in front of every text, None for nothing. eos: all ids at which a model's text ends.
     """
 
     vocab_size: int
     bos_id: int | None = None
     eos_id: int | None = None
+    bos: int | None = None
+    eos: frozenset[int] = frozenset()
 
     @property
     def id(self) -> str:
@@ -80,6 +83,7 @@ class ByteTokenizer(Tokenizer):
     def __init__(self, *, end: bool = False):
         self.vocab_size = 257 if end else 256
         self.eos_id = 256 if end else None
+        self.eos = frozenset({256} if end else ())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
@@ -113,6 +117,7 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
         self._special = special or {}
         self.bos_id, self.eos_id = (self._special_id(name) for name in ("bos_token", "eos_token"))
+        self.eos = frozenset() if self.eos_id is None else frozenset({self.eos_id})
 
     def _special_id(self, name: str) -> int | None:
         token = self._special.get(name)
