@@ -1,10 +1,11 @@
 """Strict switches for every test: rank promotion raises, eight CPU devices, tracer leaks of dtype are errors.
 
 Programs are compiled without most of LLVM's optimizations, which saves a quarter of the time, except in the modules below: they
-compare casts bit for bit, and the bits must survive what a user's compiler does.
+compare casts bit for bit, and the bits must survive what a user's compiler does. What one process has compiled the others load.
 """
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -20,6 +21,15 @@ LONG = [
     "test_numerics", "test_optimizer", "test_quantize", "test_lost_process", "test_exit_codes", "test_config",
 ]  # fmt: skip
 OPTIMIZED = ("test_bits", "test_plan", "test_quantize", "test_rotation", "test_rounding", "test_scales")
+
+
+def pytest_configure(config):
+    if "FP4JAX_TEST_CACHE" not in os.environ:  # the workers and the processes that tests start inherit it
+        cache = tempfile.TemporaryDirectory(prefix="fp4jax_test_cache_", ignore_cleanup_errors=True)
+        config.add_cleanup(cache.cleanup)
+        os.environ["FP4JAX_TEST_CACHE"] = cache.name
+    jax.config.update("jax_compilation_cache_dir", os.environ["FP4JAX_TEST_CACHE"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def pytest_collection_modifyitems(items):
