@@ -72,10 +72,7 @@ def finished(tmp_path_factory):
     import helpers
 
     directory = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        corpus = helpers.write_corpus(directory)
-        code, out, err = helpers.run("train.main", *helpers.argv(corpus, directory / "run", **helpers.FINISHED))
-        assert code == 0, err
-        yield corpus, directory / "run", out, err
+    corpus = helpers.write_corpus(directory)
+    code, out, err = helpers.run("train.main", *helpers.argv(corpus, directory / "run", **helpers.FINISHED))
+    assert code == 0, err
+    return corpus, directory / "run", out, err

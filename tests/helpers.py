@@ -90,9 +90,10 @@ def command(module, *arguments):
 
 
 def environment(*, devices=1):
-    """Return the environment of a subprocess: its own device count, and compiled programs shared among the tests."""
+    """Return the environment of a subprocess: its own device count, programs compiled quickly and shared among the tests."""
     cache = os.environ.get("FP4JAX_TEST_CACHE", "")
     cached = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if cache else {}
+    cached["JAX_DISABLE_MOST_OPTIMIZATIONS"] = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     force = f"--xla_force_host_platform_device_count={devices}"
     here = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}  # jax sets it when imported
     return {**here, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": force, **cached}

@@ -15,6 +15,7 @@ import pytest
 from fp4jax.ops import triton_call
 
 _LOCK = threading.Lock()  # the interpreter keeps its grid position in a global
+_patched: set[int] = set()  # the modules of the language that this launch has patched
 _TRITON_TYPES = {"float32": "fp32", "bfloat16": "bf16", "uint8": "u8", "uint32": "u32", "int32": "i32", "float16": "fp16"}
 
 
@@ -63,6 +64,7 @@ def launch(kernel, arrays, outputs, grid, constants) -> tuple[np.ndarray, ...]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         results.append(Buffer(np.full(size, 0xAA, np.uint8).view(dtype).reshape(shape)))
     with _LOCK, np.errstate(all="ignore"):
+        _patched.clear()
         kernel[grid](*inputs, *results, **constants)
     return tuple(result.array for result in results)
 
@@ -102,6 +104,23 @@ def _mend_bfloat16(monkeypatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
 
 
+def _patch_once(monkeypatch) -> None:
+    """Triton 3.9's interpreter patches its language again for every function that a kernel calls: 40 % of a launch's time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def first_only(fn):
+        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if modules <= _patched:
+            return interpreter._LangPatchScope()
+        _patched.update(modules)
+        return patch(fn)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", first_only)
+
+
 @contextlib.contextmanager
 def installed(monkeypatch):
     """Let every kernel call go through the interpreter, as if on a GPU without FP4 units; on a GPU, leave it alone."""
@@ -110,6 +129,7 @@ def installed(monkeypatch):
         return
     monkeypatch.setattr(triton_call, "call", call)
     _mend_bfloat16(monkeypatch)
+    _patch_once(monkeypatch)
     with triton_call.assume_target("sm_90"):
         yield
 

@@ -14,10 +14,7 @@ STEPS = {"train__steps": 9, "train__checkpoint_every": 2, "train__eval_every": 4
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        yield write_corpus(directory)
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_two_then_four_processes_train_what_one_does(corpus, tmp_path):

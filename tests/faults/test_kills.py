@@ -47,17 +47,16 @@ def kill_at_random(arguments, workdir, draw, *, target, at_once):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A compilation cache for the subprocesses of this module."""
+def optimized():
+    """Compile as for users where there are many kills."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(tmp_path_factory.mktemp("cache")))
-        if KILLS == 1:  # the same programs for both runs, sooner compiled
-            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        if KILLS > 1:
+            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
         yield
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_killed_runs_continue_bit_for_bit(tmp_path, cache, recipe):
+def test_killed_runs_continue_bit_for_bit(tmp_path, optimized, recipe):
     corpus, steps = write_corpus(tmp_path), 12 * KILLS
     changes = {"quant__recipe": recipe, "quant__exempt": FEW, "train__steps": steps, "train__checkpoint_every": 2}
     code, out, _ = run("train.main", *argv(corpus, tmp_path / "whole", **changes))

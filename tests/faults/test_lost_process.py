@@ -13,19 +13,14 @@ STEPS = {"quant__recipe": "none", "train__checkpoint_every": 2, "train__eval_eve
 
 
 @pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """A corpus; and what the module starts shares its compiled programs, which are compiled quickly."""
-    directory = tmp_path_factory.mktemp("compiled_once")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP4JAX_TEST_CACHE", str(directory / "cache"))
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        yield write_corpus(directory)
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_the_others_end_when_a_process_is_lost(compiled_once, tmp_path):
+def test_the_others_end_when_a_process_is_lost(corpus, tmp_path):
     """Between steps: during a save they may have to wait for the heartbeat, as below."""
     changes = {**STEPS, "train__steps": 100_000, "train__checkpoint_every": 0}
-    two = Processes(argv(compiled_once, tmp_path / "run", **changes), 2)
+    two = Processes(argv(corpus, tmp_path / "run", **changes), 2)
     wait_for_step(tmp_path / "run", 1)
     two.send(1, signal.SIGKILL)
     codes, _, errors = two.wait(timeout=90)
@@ -34,9 +29,9 @@ def test_the_others_end_when_a_process_is_lost(compiled_once, tmp_path):
     assert said[codes[0]] in errors[0]  # JAX's own service may be faster than the next exchange: it aborts the process
 
 
-def test_the_others_end_when_the_process_that_coordinates_is_lost(compiled_once, tmp_path):
+def test_the_others_end_when_the_process_that_coordinates_is_lost(corpus, tmp_path):
     """JAX's own service may be faster than the next exchange: it aborts the process."""
-    two = Processes(argv(compiled_once, tmp_path / "run", **{**STEPS, "train__steps": 100_000}), 2)
+    two = Processes(argv(corpus, tmp_path / "run", **{**STEPS, "train__steps": 100_000}), 2)
     wait_for_step(tmp_path / "run", 1)
     two.send(0, signal.SIGKILL)
     codes, _, errors = two.wait(timeout=90)
@@ -45,9 +40,9 @@ def test_the_others_end_when_the_process_that_coordinates_is_lost(compiled_once,
     assert said[codes[1]] in errors[1]
 
 
-def test_an_error_of_one_process_ends_all(compiled_once, tmp_path):
+def test_an_error_of_one_process_ends_all(corpus, tmp_path):
     extra = {1: [f"--config.data.files={tmp_path}/none.txt"]}
-    codes, _, errors = Processes(argv(compiled_once, tmp_path / "run", mesh__fsdp=4), 2, extra=extra).wait()
+    codes, _, errors = Processes(argv(corpus, tmp_path / "run", mesh__fsdp=4), 2, extra=extra).wait()
     assert codes == [2, 2]
     assert errors[0] == ""
     assert errors[1].startswith("error: process 1: ")
