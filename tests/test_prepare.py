@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -128,6 +129,20 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_files(tmp_path, 
     prepare(tmp_path, files, "killed")
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "whole")
     assert whole.manifest["splits"]["train"]["documents"] == 54
+
+
+def test_a_fault_in_a_worker_process_is_one_line(tmp_path, files, monkeypatch):
+    (tmp_path / "text" / "3.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match=r"text/3\.jsonl:2: not UTF-8"):
+        prepare(tmp_path, files, workers=2)
+    assert not multiprocessing.active_children()
+    monkeypatch.setattr(preparation, "_start_worker", _end)
+    with pytest.raises(StorageError, match=r"out: a worker process was killed"):
+        prepare(tmp_path, files, workers=2)
+
+
+def _end(_):
+    os._exit(1)
 
 
 def test_token_files_are_taken_as_they_are(tmp_path):

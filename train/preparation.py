@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +132,10 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
                 concurrent.futures.wait(futures[:1], timeout=0.2)
             if stop():
                 raise Stopped
-            found = futures.pop(0).result()
+            try:
+                found = futures.pop(0).result()
+            except BrokenProcessPool:
+                raise StorageError(f"{output}: a worker process was killed, for memory perhaps: try fewer --workers") from None
             with _writing(output):
                 for split, piece in found.items():
                     _append(output, split, unit, before=_count(pieces, split))

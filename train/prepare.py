@@ -6,6 +6,7 @@ is its ids with --documents around them; text that looks like a special token is
 --val every (1 / --val_fraction)-th document of a unit of files is held out. The last line of stdout is a JSON object.
 """
 
+import logging
 import os
 import pathlib
 
@@ -14,6 +15,7 @@ from absl import flags
 from train import cli, preparation
 from train.errors import InputError
 
+log = logging.getLogger(__name__)
 TRAIN = flags.DEFINE_string("train", None, "Globs of the files for training, separated by commas.")
 VAL = flags.DEFINE_string("val", "", "Globs of the files for validation; default: documents of the training files.")
 OUTPUT = flags.DEFINE_string("output", None, "The directory to write.")
@@ -48,6 +50,7 @@ def main() -> int:
     try:
         manifest = preparation.prepare(plan, output, workers=workers, stop=lambda: stop.signal is not None)
     except preparation.Stopped:
+        log.info("stopped by signal %d; the same command goes on after the last unit that was appended", stop.signal)
         return stop.exit_code
     counts = {split: {name: of[name] for name in ("documents", "tokens")} for split, of in manifest["splits"].items()}
     cli.print_result({"output": str(output), "digest": manifest["digest"], "tokenizer": manifest["tokenizer"]["id"], **counts})
