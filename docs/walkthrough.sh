@@ -7,10 +7,10 @@ cd "$(dirname "$0")/.."
 dir=${1:-runs/walkthrough}
 mkdir -p "$dir"
 say() { printf '\n== %s\n' "$*"; }
-kill_after() { # SECONDS COMMAND …: run it, kill it without warning
-    local seconds=$1; shift
+kill_once() { # PATH COMMAND …: run it, kill it without warning as soon as PATH is there and not empty
+    local path=$1; shift
     "$@" & local pid=$!
-    sleep "$seconds"
+    until [ -s "$path" ] || ! kill -0 "$pid" 2>/dev/null; do sleep 0.2; done
     kill -9 "$pid" 2>/dev/null || true
     wait "$pid" 2>/dev/null || true
 }
@@ -33,7 +33,7 @@ PY
 
 prepare=(python -m train.prepare --train="$dir/c4-train.*.json.gz" --val="$dir/c4-validation.*.json.gz"
     --tokenizer=bpe:4096+eos --output="$dir/prepared")
-say "prepare, killed"; kill_after 25 "${prepare[@]}"
+say "prepare, killed"; kill_once "$dir/prepared/train.bin" "${prepare[@]}"
 say "prepare, continued"; "${prepare[@]}"
 
 train=(python -m train.main --config=configs/tiny_cpu.py:mxfp4_h16 --workdir="$dir/run"
@@ -41,7 +41,7 @@ train=(python -m train.main --config=configs/tiny_cpu.py:mxfp4_h16 --workdir="$d
     --config.data.max_val_sequences=64 --config.model.vocab_size=4096 --config.model.document_end=0
     --config.train.steps=200 --config.train.checkpoint_every=50 --config.train.eval_every=100
     --config.optimizer.warmup_steps=20)
-say "train, killed"; kill_after 75 "${train[@]}"
+say "train, killed"; kill_once "$dir/run/checkpoints/50" "${train[@]}"
 say "train, continued"; "${train[@]}"
 
 say "evaluate in the recipe it was trained in, and in full precision"
