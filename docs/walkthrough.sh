@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From 100 000 documents in C4's layout to a packed FP4 checkpoint that is evaluated again: what docs/data.md describes.
-#   bash docs/walkthrough.sh [DIR]          DIR: default runs/walkthrough; about ten minutes on two cores
+#   python3 -m uv run bash docs/walkthrough.sh [DIR]     DIR: default runs/walkthrough; about ten minutes on two cores
 # Preparation and training are each killed (kill -9) once on the way and continued by the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."

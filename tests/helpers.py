@@ -241,12 +241,16 @@ _states = {}
 _programs = {}
 
 
+def histories(run_settings):
+    """Return the paths whose history the state of a run has, for any of its phases."""
+    return tuple(sorted({path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}))
+
+
 def initial_state(run_settings, mesh):
     """Return a fresh copy of the initial state, which may be donated; it is computed once per kind of state, seed and mesh."""
-    histories = {path for phase in run_settings.phases() for path in phase.numerics.init_history(LINEAR_PATHS)}
     window = run_settings.train.skip_spikes and run_settings.train.spike_window
     kind = run_settings.optimizer.name, run_settings.optimizer.ema_decay > 0, window
-    key = run_settings.model, run_settings.train.seed, mesh, tuple(sorted(histories)), kind
+    key = run_settings.model, run_settings.train.seed, mesh, histories(run_settings), kind
     if key not in _states:
         _states[key] = _real_init(run_settings, mesh)
     return jax.tree.map(jax.numpy.copy, _states[key])
@@ -262,6 +266,7 @@ def share_programs(monkeypatch):
                 s.model,
                 s.optimizer,
                 s.numerics,
+                histories(s),
                 s.train.seed,
                 s.train.accumulation,
                 s.train.grad_reduce_dtype,
