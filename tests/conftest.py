@@ -17,7 +17,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The files that take longest come first, so that the workers end together.
 LONG = [
     "test_sharding", "test_kernels", "test_mesh", "test_diagnosis", "test_plan", "test_step", "test_recipe", "test_dot",
-    "test_ablate", "test_residuals", "test_llama", "test_stats", "test_kills", "test_processes", "test_evaluate",
+    "test_ablate", "test_residuals", "test_llama", "test_stats", "test_kills", "test_processes", "test_evaluate", "test_resume",
     "test_numerics", "test_optimizer", "test_quantize", "test_lost_process", "test_exit_codes", "test_config",
 ]  # fmt: skip
 OPTIMIZED = ("test_bits", "test_plan", "test_quantize", "test_rotation", "test_rounding", "test_scales")
