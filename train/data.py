@@ -91,7 +91,7 @@ class DataConfig:
     def vocab_size(self) -> int:
         """The number of token ids, known from the name, the tokenizer's file or the manifest."""
         if self.source == "prepared":
-            return max(manifest["tokenizer"]["vocab_size"] for manifest in self.manifests())
+            return self.manifests()[0]["tokenizer"]["vocab_size"]  # they have one tokenizer
         return tokenizer_lib.vocab_size(self.tokenizer)
 
     def directories(self) -> list[tuple[pathlib.Path, float]]:
@@ -128,9 +128,8 @@ class Dataset:
     """Two disjoint splits, of each part an array [N] of uint16 or uint32 ids below vocab_size.
 
     weights: the share of the training examples that each part has. largest_id: of both splits. document_end: the id that ends
-    every document, None where none does. `fingerprint` identifies the
-    arrays, the tokenizer and seq_len; it does not depend on the machine. A checkpoint stores it, because an iterator's
-    position means nothing on other data.
+    every document, None where none does. `fingerprint` identifies the arrays, the tokenizer and seq_len; it does not depend on
+    the machine. A checkpoint stores it, because an iterator's position means nothing on other data.
     """
 
     train: tuple[np.ndarray, ...]
@@ -171,16 +170,16 @@ def _load_text(config: DataConfig) -> Dataset:
 
 
 def _load_prepared(config: DataConfig, part: int, parts: int) -> Dataset:
-    manifests = config.manifests()
-    found = [prepared.open_directory(path) for path, _ in config.directories()]
+    manifests, parts_of = config.manifests(), config.directories()
+    found = [prepared.open_directory(path) for path, _ in parts_of]
     for each in found if config.verify else ():
         prepared.verify(each, part=part, parts=parts)
-    weights = tuple(weight for _, weight in config.directories())
+    weights = tuple(weight for _, weight in parts_of)
     identity = [config.seq_len, *((manifest["digest"], weight) for manifest, weight in zip(manifests, weights, strict=True))]
     return Dataset(
         train=tuple(each.ids["train"] for each in found),
         val=tuple(each.ids["val"] for each in found),
-        vocab_size=config.vocab_size,
+        vocab_size=manifests[0]["tokenizer"]["vocab_size"],  # they have one tokenizer
         fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:16],
         tokenizer=found[0].tokenizer(),
         largest_id=max(split["largest_id"] for manifest in manifests for split in manifest["splits"].values()),

@@ -32,7 +32,7 @@ import rich.progress
 from train import prepared, sources
 from train import tokenizer as tokenizer_lib
 from train.corpus import SEPARATOR
-from train.errors import InputError, StorageError
+from train.errors import InputError, StorageError, writing
 from train.prepared import SPLITS
 from train.tokenizer import ByteTokenizer, Tokenizer
 
@@ -118,10 +118,10 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
             raise InputError(f"{output} holds other data, prepared already: choose another directory")
         prepared.open_directory(output)
         return manifest
-    with _writing(output):
+    with writing(output):
         pieces = _begin(plan, output)
         tokenizer = _tokenizer(plan, output)
-    units = plan.units()
+    units, plan_digest = plan.units(), _plan_digest(plan)
     todo = range(len(pieces), len(units))
     arguments = [(output, unit, *units[unit], plan, tokenizer.special_names()) for unit in todo]
     with _pool(min(workers, len(todo))) as submit, _Bar(plan, units, len(pieces)) as bar:
@@ -136,16 +136,16 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
                 found = futures.pop(0).result()
             except BrokenProcessPool:
                 raise StorageError(f"{output}: a worker process was killed, for memory perhaps: try fewer --workers") from None
-            with _writing(output):
+            with writing(output):
                 for split, piece in found.items():
                     _append(output, split, unit, before=_count(pieces, split))
                     piece["files"] = [(os.path.basename(path), _size(path)) for path in units[unit][1]]
                 pieces.append(found)
-                _write_json(output / "progress.json", {"plan": _plan_digest(plan), "pieces": pieces})
+                _write_json(output / "progress.json", {"plan": plan_digest, "pieces": pieces})
                 shutil.rmtree(_part(output, unit))
             bar.advance(unit, _count(pieces, "train") + _count(pieces, "val"))
             futures += [submit(_encode_unit, *each) for each in arguments[unit - todo[0] + ahead :][:1]]
-    with _writing(output):
+    with writing(output):
         return _finish(plan, output, tokenizer, pieces)
 
 
@@ -156,7 +156,7 @@ def _encode_unit(output, unit, split, paths, plan, special) -> dict[str, dict[st
     """Tokenize the files of a unit into its part; return the piece of each split."""
     part = _part(output, unit)
     tokenizer = _load(plan.tokenizer, (output / "tokenizer.json").read_text(), tuple(special.items()))
-    with _writing(output):
+    with writing(output):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     names = SPLITS if plan.val_fraction and split == "train" else (split,)
@@ -214,7 +214,7 @@ class _Writer:
 
     def __init__(self, part: pathlib.Path, split: str, output: pathlib.Path):
         self._output = output
-        with _writing(output):
+        with writing(output):
             self._ids, self._ends = open(part / f"{split}.bin", "wb"), open(part / f"{split}.ends", "wb")  # noqa: SIM115
         self._hash, self._tokens, self._text_bytes, self._documents, self._largest = hashlib.sha256(), 0, 0, 0, -1
 
@@ -222,7 +222,7 @@ class _Writer:
         return self
 
     def __exit__(self, *_) -> None:
-        with _writing(self._output):
+        with writing(self._output):
             self._ids.close()
             self._ends.close()
 
@@ -232,7 +232,7 @@ class _Writer:
         ids = np.concatenate([ids for ids, _ in documents])
         data = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
         ends = self._tokens + np.cumsum([len(ids) for ids, _ in documents], dtype="<i8")
-        with _writing(self._output):
+        with writing(self._output):
             self._ids.write(data)
             self._ends.write(ends.tobytes())
         self._hash.update(data)
@@ -242,7 +242,7 @@ class _Writer:
         self._largest = max(self._largest, int(ids.max()))
 
     def piece(self) -> dict[str, Any]:
-        with _writing(self._output):
+        with writing(self._output):
             for file in (self._ids, self._ends):
                 file.flush()
                 os.fsync(file.fileno())
@@ -311,7 +311,7 @@ def _begin(plan: Plan, output: pathlib.Path) -> list[dict[str, dict[str, Any]]]:
     if progress["plan"] != _plan_digest(plan):
         raise InputError(f"{output} was begun with other files or options: choose another directory, or remove it")
     shutil.rmtree(output / "parts", ignore_errors=True)
-    pieces, itemsize = progress["pieces"], np.dtype(_dtype(plan, output)).itemsize if progress["pieces"] else 1
+    pieces, itemsize = progress["pieces"], np.dtype(_dtype(plan)).itemsize if progress["pieces"] else 1
     for split in SPLITS:
         tokens, documents = _count(pieces, split), _count(pieces, split, "documents")
         for name, size in ((f"{split}.bin", tokens * itemsize), (f"{split}.ends", documents * 8)):
@@ -391,7 +391,7 @@ def _finish(plan: Plan, output: pathlib.Path, tokenizer: Tokenizer, pieces: list
             "special": tokenizer.special_names(),
         },
         "documents": plan.marks,
-        "dtype": np.dtype(_dtype(plan, output)).name,
+        "dtype": np.dtype(_dtype(plan)).name,
         "splits": splits,
     }
     manifest["digest"] = prepared.digest(manifest)
@@ -401,7 +401,7 @@ def _finish(plan: Plan, output: pathlib.Path, tokenizer: Tokenizer, pieces: list
     return manifest
 
 
-def _dtype(plan: Plan, output: pathlib.Path) -> type[np.unsignedinteger]:
+def _dtype(plan: Plan) -> type[np.unsignedinteger]:
     size = tokenizer_lib.trained_size(plan.tokenizer) or tokenizer_lib.load(plan.tokenizer).vocab_size
     return tokenizer_lib.id_dtype(size)
 
@@ -435,14 +435,6 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
     _write(path, json.dumps(value) + "\n")
-
-
-@contextlib.contextmanager
-def _writing(output: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror or error}") from None
 
 
 class _Bar:
