@@ -43,5 +43,6 @@ def get_config(argument: str = "") -> ConfigDict:
         config.data.update(seq_len=64, max_val_sequences=32)
         config.train.update(steps=30, eval_every=5, checkpoint_every=10)
         config.optimizer.warmup_steps, config.diagnose.every = 5, 15
-        config.ablate.update(rows=("fp8_current", "mxfp4_h16"), seeds=(0,), perturbed=("fp8_current",), horizon_seeds=1)
+        config.ablate.update(rows=("fp8_current", "mxfp4_h16"), seeds=(0,), perturbed=("fp8_current",), horizons=(0.8, 1.25))
+        config.ablate.horizon_seeds = 1
     return config.lock()

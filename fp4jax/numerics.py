@@ -171,12 +171,13 @@ class Numerics:
         that read the same input, so that they keep one packed copy of it.
         """
         context = key if isinstance(key, Context) else Context(None if key is None else bits.as_key(key), {})
-        layer_key = _layer_key(context.key, path, layer)
         history, sums = (
             jax.tree.map(lambda leaf: leaf if layer is None else leaf[layer], of.get(path))
             for of in (context.history, context.sums)
         )
         choices = self.recipes_of(path, layer)
+        draws = any(recipe.needs_key for recipe, *_ in choices)
+        layer_key = _layer_key(context.key, path, layer) if draws else None
 
         def one(choice, lhs, rhs, dimension_numbers, precision, preferred_element_type):
             recipe, reason, layers = choice

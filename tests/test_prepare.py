@@ -242,7 +242,7 @@ def test_processes_share_the_check_of_the_hashes(tmp_path, files):
     assert len(data.load(config(tmp_path / "out", verify=False)).train) == 1
 
 
-def test_another_tokenizer_is_refused(tmp_path, files):
+def test_another_tokenizer_is_refused(tmp_path, files, monkeypatch):
     prepare(tmp_path, files)
     assert data.load(config(tmp_path / "out", tokenizer="bytes+eos")).vocab_size == 257
     assert data.load(config(tmp_path / "out", tokenizer=str(tmp_path / "out" / "tokenizer.json"))).vocab_size == 257
@@ -250,6 +250,13 @@ def test_another_tokenizer_is_refused(tmp_path, files):
     for spec in ("bytes", str(tmp_path / "t.json")):
         with pytest.raises(InputError, match=rf"out was prepared with another tokenizer: bytes\+eos.*, not {re.escape(spec)}"):
             data.load(config(tmp_path / "out", tokenizer=spec))
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "out" / "tokenizer.json").read_text())
+    prepare(tmp_path, files, "named", tokenizer=str(tmp_path / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    assert data.load(config(tmp_path / "named", tokenizer="tokenizer.json")).vocab_size == 257
+    (tmp_path / "tokenizer.json").write_text(tokenizer_lib.ByteTokenizer().to_json())  # the name is the manifest's still
+    with pytest.raises(InputError, match=r"named was prepared with another tokenizer: tokenizer\.json, id \w+, not tokenizer"):
+        data.load(config(tmp_path / "named", tokenizer="tokenizer.json"))
     prepare(tmp_path, files, "other", tokenizer="bytes", marks="newlines")
     with pytest.raises(InputError, match="other was prepared with another tokenizer than"):
         data.load(config(f"{tmp_path}/out=1", f"{tmp_path}/other=1"))

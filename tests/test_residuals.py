@@ -21,11 +21,11 @@ X, W, DY = (
 PACKABLE = [n for n in recipes.names() if n not in ("fp8_delayed", "quartet", "mxfp4_mean_split")]
 
 
-def pull_of(name, residuals, dtype=jnp.float32, shared=None):
+def pull_of(name, residuals, dtype=jnp.float32, shared=None, x=X, w=W):
     recipe = recipes.get(name)
     key = KEY if recipe.needs_key else None
     f = lambda x, w: quantized_dot_general(x, w, DN, recipe=recipe, key=key, residuals=residuals, shared=shared)  # noqa: E731
-    return jax.vjp(f, jnp.asarray(X, dtype), jnp.asarray(W, dtype))
+    return jax.vjp(f, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
 
 
 def held_bytes(pull):
@@ -33,14 +33,14 @@ def held_bytes(pull):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def run(name, residuals):
-    y, pull = pull_of(name, residuals)
-    return y, *pull(jnp.asarray(DY))
+def run(name, residuals, x, w, dy):
+    y, pull = pull_of(name, residuals, x=x, w=w)
+    return y, *pull(dy)
 
 
 @pytest.mark.parametrize("name", PACKABLE)
 def test_one_linear_has_the_same_gradients_bit_for_bit(name):
-    for a, b in zip(run(name, "operands"), run(name, "packed"), strict=True):
+    for a, b in zip(run(name, "operands", X, W, DY), run(name, "packed", X, W, DY), strict=True):
         assert_same(a, b)
 
 

@@ -126,10 +126,8 @@ def verify(data: Prepared, *, part: int = 0, parts: int = 1) -> None:
 
 def check_tokenizer(spec: str, data: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Raise InputError unless the tokenizer that a config names is that of a manifest; "" is whatever the manifest says."""
-    made = manifest["tokenizer"]
-    if not spec or spec == made["name"]:
-        return
-    if pathlib.Path(spec).is_file() and (given := tokenizer_lib.load(spec).id) != made["id"]:
-        raise InputError(f"{data} was prepared with another tokenizer: {made['name']}, id {made['id']}, not {spec}, id {given}")
-    if not pathlib.Path(spec).is_file():
-        raise InputError(f"{data} was prepared with another tokenizer: {made['name']}, not {spec}")
+    made, is_file = manifest["tokenizer"], pathlib.Path(spec).is_file()  # "" is a directory
+    given = tokenizer_lib.load(spec).id if is_file else None
+    if given != made["id"] if is_file else spec not in ("", made["name"]):
+        which = f"{spec}, id {given}" if is_file else spec
+        raise InputError(f"{data} was prepared with another tokenizer: {made['name']}, id {made['id']}, not {which}")
