@@ -17,7 +17,7 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -142,12 +142,12 @@ class Dataset:
     document_end: int | None = None
 
 
-def load(config: DataConfig, *, part: int = 0, parts: int = 1) -> Dataset:
+def load(config: DataConfig, *, splits: Sequence[str] = prepared.SPLITS, part: int = 0, parts: int = 1) -> Dataset:
     """Read, split and tokenize the corpus, or map prepared data; raise InputError if that cannot be, or it is too short.
 
-    part, parts: of prepared data, the share that this process compares with its hashes.
+    splits, part, parts: of prepared data, what is compared with its hashes, and the share of it that this process does.
     """
-    dataset = _load_prepared(config, part, parts) if config.source == "prepared" else _load_text(config)
+    dataset = _load_prepared(config, splits, part, parts) if config.source == "prepared" else _load_text(config)
     for tokens in dataset.train:
         if len(tokens) <= config.seq_len:
             raise InputError(f"{len(tokens)} training tokens are too few for data.seq_len={config.seq_len} + 1")
@@ -169,11 +169,11 @@ def _load_text(config: DataConfig) -> Dataset:
     )
 
 
-def _load_prepared(config: DataConfig, part: int, parts: int) -> Dataset:
+def _load_prepared(config: DataConfig, splits: Sequence[str], part: int, parts: int) -> Dataset:
     manifests, parts_of = config.manifests(), config.directories()
     found = [prepared.open_directory(path) for path, _ in parts_of]
     for each in found if config.verify else ():
-        prepared.verify(each, part=part, parts=parts)
+        prepared.verify(each, splits=splits, part=part, parts=parts)
     weights = tuple(weight for _, weight in parts_of)
     identity = [config.seq_len, *((manifest["digest"], weight) for manifest, weight in zip(manifests, weights, strict=True))]
     return Dataset(

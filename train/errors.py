@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,16 @@ def writing(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Write a file so that it is either whole or as it was, after a loss of power too; raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def check_types(section: str, settings: Any) -> None:

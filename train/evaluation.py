@@ -169,7 +169,7 @@ def _read_prepared(
 ) -> tuple[perplexity.Text, dict[str, Any]]:
     """Return the validation split of prepared data, with the marks it has; BOS is put in front where none is there."""
     found = prepared.open_directory(path)
-    prepared.verify(found)
+    prepared.verify(found, splits=("val",))
     if how := pretrained.different_ids(model.tokenizer, found.tokenizer()):
         raise InputError(f"{path} was prepared with another tokenizer than the model's: {how}")
     ids, ends, of = found.ids["val"], found.ends["val"], found.manifest["splits"]["val"]

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import pathlib
 import signal
 import time
@@ -25,7 +24,7 @@ from train import config, data, diagnosis, memory, pretrained, processes, shardi
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
-from train.errors import InputError
+from train.errors import InputError, write_whole
 from train.metrics import Metrics, Progress
 
 log = logging.getLogger(__name__)
@@ -108,14 +107,9 @@ def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Write JSON data so that the file is either whole or not there; raises InputError where it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
-            file.write(json.dumps(value, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # or a loss of power could leave an empty file
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
 
@@ -123,13 +117,13 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Checkpoints]:
     """Return (settings, dataset, mesh over the devices here, checkpoints) of a training run, to look at it.
 
-    Raises InputError where there is none, or its data changed.
+    Raises InputError where there is none, or its data changed; of prepared data the training split is not read for that.
     """
     stored = read_config(workdir)
     if stored is None or not (workdir / "checkpoints").is_dir():
         raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
     settings, fingerprint = config.from_json_dict(stored), data_fingerprint(stored)
-    dataset = data.load(settings.data)
+    dataset = data.load(settings.data, splits=("val",))
     if dataset.fingerprint != fingerprint:
         raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
     settings = dataclasses.replace(settings, mesh=sharding.over_all_devices(settings.model))

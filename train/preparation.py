@@ -32,7 +32,7 @@ import rich.progress
 from train import prepared, sources
 from train import tokenizer as tokenizer_lib
 from train.corpus import SEPARATOR
-from train.errors import InputError, StorageError, writing
+from train.errors import InputError, StorageError, write_whole, writing
 from train.prepared import SPLITS
 from train.tokenizer import ByteTokenizer, Tokenizer
 
@@ -333,7 +333,7 @@ def _tokenizer(plan: Plan, output: pathlib.Path) -> Tokenizer:
     else:
         log.info("training %s on the first %d MB of text at most", plan.tokenizer, SAMPLE_BYTES // 10**6)
         tokenizer = tokenizer_lib.train_bpe(_sample(plan), plan.tokenizer)
-    _write(path, tokenizer.to_json())
+    write_whole(path, tokenizer.to_json())
     return tokenizer
 
 
@@ -423,18 +423,8 @@ def _part(output: pathlib.Path, unit: int) -> pathlib.Path:
     return output / "parts" / f"{unit:06d}"
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Write a file so that it is either whole or not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _write_json(path: pathlib.Path, value: Any) -> None:
-    _write(path, json.dumps(value) + "\n")
+    write_whole(path, json.dumps(value) + "\n")
 
 
 class _Bar:

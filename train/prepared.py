@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,13 +102,13 @@ def _map(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
     return array
 
 
-def verify(data: Prepared, *, part: int = 0, parts: int = 1) -> None:
-    """Read the `part`-th of `parts` shares of all files and compare it with the hashes; raises InputError naming the file.
+def verify(data: Prepared, *, splits: Sequence[str] = SPLITS, part: int = 0, parts: int = 1) -> None:
+    """Compare the `part`-th of `parts` shares of the splits' files with their hashes; raises InputError with the file.
 
     Ids are hashed in pieces, one per unit of the preparation, so that processes and threads share the reading.
     """
     checks = []
-    for split in SPLITS:
+    for split in splits:
         of, first = data.manifest["splits"][split], 0
         checks.append((f"{split}.ends", "documents", data.ends[split], 0, of["ends_sha256"]))
         for piece in of["pieces"]:
