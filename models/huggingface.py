@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -116,6 +117,8 @@ def from_config(found: Mapping[str, Any], **changes: Any) -> LlamaConfig:
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings; transformers 5 keeps all of them in rope_parameters, older versions theta apart."""
     scaling = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"RoPE scaling {scaling!r} is not supported: it is no JSON object")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"RoPE scaling {kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
@@ -281,13 +284,18 @@ def _read(file: pathlib.Path, name: str, index: tuple[slice, ...] = ()) -> np.nd
 # ---- In and out ----
 
 
+def packed_format(directory: pathlib.Path) -> str:
+    """Return the format of a directory's packed weights, "" where they are not; raises ValueError for another quantization."""
+    quantization = _read_json(directory).get("quantization_config")
+    return packed.from_config(quantization) if quantization else ""
+
+
 def load(directory: pathlib.Path, config: LlamaConfig, shardings: Any = None) -> dict[str, Any]:
     """Return the parameters of `models.llama.Llama(config)`, float32, each placed as `shardings` (a tree like it) says.
 
     Without shardings they lie on the default device. Packed weights are decoded.
     """
-    quantization = _read_json(directory).get("quantization_config")
-    format = packed.from_config(quantization) if quantization else ""
+    format = packed_format(directory)
     source = _Source(find_tensors(directory, config, format), format, packed.read_tensor_scales(directory) if format else {})
     tree: dict[str, Any] = {}
     for path, shape in shapes(config).items():
@@ -368,14 +376,15 @@ def save(
         raise ValueError(f"{dtype=} is not one of {', '.join(SAVED)}")
     if directory.exists():
         raise ValueError(f"{directory} is there already")
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     found, scales = {**to_config(config, dtype), "bos_token_id": bos_id, "eos_token_id": eos_id}, {}
     if packing is not None:
         ignore = {"lm_head", *linear_modules(config)} - set(packing.modules)
         found["quantization_config"] = packed.to_config(packing.format, ignore)
+    temporary = None
     try:
-        temporary.mkdir(parents=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+        temporary.chmod(0o777 & ~_umask())
         _write_files(temporary, _tensors_of(params, config, SAVED[dtype], packing, scales))
         texts = {"config.json": json.dumps(found, indent=2) + "\n", **(more or {})}
         if manifest is not None:
@@ -385,8 +394,16 @@ def save(
             (temporary / name).write_text(text)
         os.replace(temporary, directory)
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise ValueError(f"{directory} cannot be written: {error}") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
 
 
 def _tensors_of(
@@ -442,8 +459,12 @@ def _write_files(directory: pathlib.Path, tensors) -> None:
 
 
 def same_model(config: LlamaConfig, other: LlamaConfig) -> list[str]:
-    """Return "field: a ≠ b" for every field in which two configs describe different functions of the same parameters."""
+    """Return "field: a ≠ b" for every field in which two configs describe different functions of the same parameters.
+
+    Not compared: how it is computed, and how the documents of a row are kept apart, which no config.json says.
+    """
     execution = ("max_seq_len", "init_std", "scan_layers", "remat", "attention", "attention_block", "dtype", "loss_chunk")
+    execution += ("document_end",)
     a, b = dataclasses.asdict(config), dataclasses.asdict(other)
     a["head_dim"], b["head_dim"] = config.head_size, other.head_size
     unused = () if config.rope_scaling != "none" else [name for name in a if name.startswith("rope_") and name[5:] in _SCALING]

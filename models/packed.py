@@ -3,7 +3,7 @@
 A linear weight [out, in] called X.weight becomes, with blocks of 32 (MXFP4) or 16 (NVFP4) along `in`,
 
     X.weight_packed        uint8 [out, in/2]: two E2M1 codes per byte, the even index in the low nibble
-    X.weight_scale         MXFP4: uint8 [out, in/32], the E8M0 byte; NVFP4: float8_e4m3fn [out, in/16]
+    X.weight_scale         MXFP4: uint8 [out, in/32], the E8M0 byte (0 decodes to zero); NVFP4: float8_e4m3fn [out, in/16]
     X.weight_global_scale  NVFP4 only: float32 [1], the reciprocal 1/s of the tensor scale s, since loaders divide by it
 
 and config.json's quantization_config says so. Value = code · 2^(byte - 127), or code · (block scale · s), each product rounded
@@ -77,6 +77,8 @@ def to_config(format: str, ignore: Collection[str]) -> dict[str, Any]:
 
 def from_config(found: Mapping[str, Any]) -> str:
     """Return the format, "mxfp4" or "nvfp4", of a quantization_config; raises ValueError for any other."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"quantization_config={found!r} is no JSON object")
     names = {f"{format}-pack-quantized": format for format in BLOCKS}
     name, quant_method = found.get("format"), found.get("quant_method")
     if quant_method != "compressed-tensors" or name not in names:
@@ -87,10 +89,11 @@ def from_config(found: Mapping[str, Any]) -> str:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise ValueError("quantization_config is not supported without exactly one of config_groups, with weights")
     wanted = {**_COMMON, **_WEIGHTS[names[name]]}
-    weights = {"dynamic": False, "scale_dtype": wanted["scale_dtype"], **group["weights"]}
+    weights = {"dynamic": False, **group["weights"]}
+    weights["scale_dtype"] = weights.get("scale_dtype") or wanted["scale_dtype"]
     wrong = [key for key, value in wanted.items() if weights.get(key) != value]
     wrong += [key for key in ("input_activations", "output_activations") if group.get(key)]
-    wrong += ["kv_cache_scheme"] if found.get("kv_cache_scheme") else []
+    wrong += [key for key in ("kv_cache_scheme", "transform_config") if found.get(key)]
     if wrong:
         raise ValueError(f"quantization_config of format {name} is not supported with these values of {', '.join(wrong)}")
     return names[name]

@@ -1,5 +1,6 @@
 """Evaluation of Hugging Face directories: models with losses known in closed form, and a real one against numpy."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,11 +13,12 @@ import pytest
 import tokenizers
 from helpers import run
 from test_huggingface import numpy_logits, tensors, write
+from test_sources import write_megatron
 
 import fp4jax
 from fp4jax import bits, recipes
 from fp4jax.numerics import Numerics
-from train import evaluation, generate, harness, perplexity, preparation, pretrained, step
+from train import evaluation, generate, harness, perplexity, preparation, prepared, pretrained, step
 from train.errors import InputError
 from train.tokenizer import ByteTokenizer
 
@@ -274,6 +276,10 @@ def test_what_does_not_fit_the_model_is_named(real, tmp_path):
             evaluation.evaluate(model, sources, OPTIONS._replace(**options))
     with pytest.raises(InputError, match="--bos=yes: the tokenizer has no BOS"):
         evaluation.evaluate(model._replace(tokenizer=ByteTokenizer()), [text], OPTIONS._replace(bos="yes"))
+    with pytest.raises(InputError, match="is not UTF-8"):
+        generate.generate(model, "\udcff")
+    with pytest.raises(InputError, match="temperature=nan"):
+        generate.generate(model, "x", max_tokens=2, temperature=math.nan)
     with pytest.raises(InputError, match="exceed the model's max_seq_len=64"):
         generate.generate(model, "x", max_tokens=80)
     with pytest.raises(InputError, match="unknown recipe 'mxfp5'"):
@@ -297,6 +303,10 @@ def test_bos_is_that_of_the_post_processor_or_of_the_tokenizers_config(tmp_path)
     assert pretrained.Tokenizer(tmp_path).bos == BOS
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert pretrained.Tokenizer(tmp_path).eos == {5, 6}
+    for wrong in (["257"], [257, [1]], "257", -1):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(InputError, match=r"eos_token_id .* holds something that is no token id"):
+            pretrained.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match=r"tokenizer.json cannot be read"):
         pretrained.Tokenizer(tmp_path)
@@ -418,6 +428,23 @@ def test_the_harness_generates_until_a_string(known):
     ]
 
 
+def test_the_harness_keeps_the_last_tokens_of_a_long_text_and_draws_each_request_anew(known):
+    answers = harness.Harness(opened(known[0]))
+    long = [Request(text, {"max_gen_toks": 8}) for text in ("é" * 64, "é")]  # 64 − 8 − 1 bytes are left: half a letter first
+    first, second = answers.generate_until(long)
+    assert first == second  # a bigram model: the last byte decides
+    drawn = answers.generate_until([Request("I", {"max_gen_toks": 12, "do_sample": True, "temperature": 1.0})] * 3)
+    assert len(set(drawn)) == 3
+
+
+def test_the_harness_answers_an_empty_continuation(known):
+    answers = harness.Harness(opened(known[0])._replace(tokenizer=ByteTokenizer(end=True)))
+    (empty, greedy), (other, _) = answers.loglikelihood([Request("a", ""), Request("abc", "d")])
+    assert (empty, greedy) == (0, True)
+    assert other < 0
+    assert answers.loglikelihood([Request("", "")]) == [(0, True)]
+
+
 def test_without_lm_eval_tasks_are_refused_in_one_line(known, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"--tasks needs lm-evaluation-harness: pip install lm-eval==0.4.13"):
@@ -450,3 +477,46 @@ def test_prepared_data_give_their_validation_split(known, tmp_path):
     preparation.prepare(other, tmp_path / "other", workers=1)
     with pytest.raises(InputError, match="other was prepared with another tokenizer than the model's"):
         evaluation.evaluate(model, [str(tmp_path / "other")], options)
+
+
+def test_documents_that_are_kept_apart_predict_no_first_token(known, tmp_path):
+    """Of an EOS only what comes before it is predicted, whatever the windows: the loss is that of training's validation."""
+    directory, table = known
+    write_text(tmp_path, DOCUMENTS, "t")
+    write_tokenizer(tmp_path)
+    texts = {"train": f"{tmp_path}/t.jsonl", "val": "", "text_key": "text", "val_fraction": 0.5}
+    plan = preparation.make_plan(**texts, tokenizer=str(tmp_path / "tokenizer.json"), marks="eos")
+    preparation.prepare(plan, tmp_path / "prepared", workers=1)
+    ids = prepared.open_directory(tmp_path / "prepared").ids["val"].tolist()
+    pairs = [(a, b) for a, b in itertools.pairwise(ids) if a != EOS]
+    assert ids.count(EOS) > 1
+    model = opened(directory)
+    apart = dataclasses.replace(model.settings.model, document_end=EOS)
+    model = model._replace(settings=dataclasses.replace(model.settings, model=apart))
+    for window, stride in ((64, 64), (7, 3)):
+        options = OPTIONS._replace(window=window, stride=stride, bos="no")
+        (found,) = evaluation.evaluate(model, [str(tmp_path / "prepared")], options)
+        assert found["tokens"] == len(pairs)
+        assert found["nats_per_token"] == pytest.approx(-np.mean([table[a, b] for a, b in pairs]), rel=1e-5)
+    with pytest.raises(InputError, match="prepared with documents='eos', --protocol=mlperf has documents='none'"):
+        evaluation._read(model, str(tmp_path / "prepared"), OPTIONS._replace(protocol="mlperf"))
+
+
+def test_token_ids_without_a_text_have_no_bytes(known, tmp_path):
+    text = write_text(tmp_path, DOCUMENTS, "t")
+    write_megatron(tmp_path / "ids.idx", [[[65, 66, 67]], [[68, 69]]])
+    write_tokenizer(tmp_path)
+    for val, known_bytes in ((text, True), (f"{text},{tmp_path}/ids.idx", False)):
+        (tmp_path / "train.jsonl").write_text('{"text": "abc"}')
+        plan = preparation.make_plan(
+            train=f"{tmp_path}/train.jsonl",
+            val=val,
+            tokenizer=str(tmp_path / "tokenizer.json"),
+            marks="eos",
+            text_key="text",
+            val_fraction=0.0,
+        )
+        output = tmp_path / f"prepared{known_bytes}"
+        preparation.prepare(plan, output, workers=1)
+        (found,) = evaluation.evaluate(opened(known[0]), [str(output)], OPTIONS)
+        assert (found["bits_per_byte"] is not None) == known_bytes

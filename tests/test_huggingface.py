@@ -239,6 +239,8 @@ def test_each_device_reads_its_own_slices(tmp_path, monkeypatch):
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config with quant_method='awq', .* is not supported"),
         ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
         ({"hidden_size": "32"}, "d_model='32' is not"),
+        ({"rope_scaling": "linear"}, "'linear' is not supported: it is no JSON object"),
+        ({"quantization_config": [1]}, "is no JSON object"),
     ],
 )
 def test_models_of_another_kind_are_refused(tmp_path, changes, message):

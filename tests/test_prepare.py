@@ -77,7 +77,9 @@ def test_every_document_is_there_once_with_its_marks(tmp_path, files, spec, mark
         config = {"bos_token": "a", "eos_token": "</s>"}  # a letter of the vocabulary may stand for BOS as well
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = prepare(tmp_path, files, tokenizer=spec, marks=marks)
-    held_out = DOCUMENTS[9::10]  # of ten documents of each unit the tenth
+    assert found.tokenizer().bos == (found.tokenizer().bos_id if "bos" in marks else None)
+    held_out = [d for i, d in enumerate(DOCUMENTS) if preparation._is_held_out(i // 10, i % 10 + 1, 0.1)]
+    assert [DOCUMENTS.index(d) // 10 for d in held_out] == list(range(6))  # of ten documents of each unit one
     kept = [d for d in DOCUMENTS if d not in held_out]
     for split, expected in (("train", kept), ("val", held_out)):
         assert documents_of(found, split) == [marked(text, found.tokenizer(), marks) for text in expected]
@@ -177,12 +179,55 @@ def test_what_does_not_go_together_is_refused(tmp_path, files):
         file.write("{")
     with pytest.raises(InputError, match=r"0\.jsonl:11: not JSON"):
         prepare(tmp_path, files, "broken")
-    with pytest.raises(InputError, match="was begun with other files or options"):
-        prepare(tmp_path, files, "broken", marks="none")
     blocked = tmp_path / "file" / "out"
     blocked.parent.touch()
     with pytest.raises(StorageError, match=r"file/out cannot be written: Not a directory"):
         preparation.prepare(plan(files.replace("*", "1")), blocked, workers=1)
+
+
+def test_units_of_few_documents_give_their_share_to_validation():
+    for fraction, size in ((0.1, 2), (0.001, 37), (0.3, 1)):
+        held = sum(preparation._is_held_out(unit, n, fraction) for unit in range(5000) for n in range(1, size + 1))
+        assert held == pytest.approx(5000 * size * fraction, rel=0.02)
+
+
+def test_a_file_that_was_mended_does_not_cost_what_is_done(tmp_path, files):
+    """The third file is damaged: with it mended the same command goes on after the second, and gives what it gives at once."""
+    damaged = tmp_path / "text" / "2.jsonl"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-20])
+    with pytest.raises(InputError, match=r"2\.jsonl:10: not JSON"):
+        prepare(tmp_path, files)
+    assert len(json.loads((tmp_path / "out" / "progress.json").read_text())["pieces"]) == 2
+    damaged.write_bytes(whole)
+    for changes in ({"marks": "none"}, {"val_fraction": 0.2}, {"tokenizer": "bpe:270+eos"}):
+        with pytest.raises(InputError, match="was begun with other files or options"):
+            prepare(tmp_path, files, **changes)
+    first = tmp_path / "text" / "0.jsonl"
+    begun = first.read_bytes()
+    first.write_bytes(begun + begun)
+    with pytest.raises(InputError, match="was begun with other files or options"):
+        prepare(tmp_path, files)
+    first.write_bytes(begun)
+    assert prepare(tmp_path, files).manifest == prepare(tmp_path, files, "at once").manifest
+
+
+def test_options_may_be_mended_where_nothing_was_done(tmp_path, files):
+    with pytest.raises(InputError, match=r"0\.jsonl:1: expected a JSON object with a string under 'body'"):
+        prepare(tmp_path, files, text_key="body", tokenizer="bpe:270+eos")
+    with pytest.raises(InputError, match="fewer than vocab_size=200000"):
+        prepare(tmp_path, files, tokenizer="bpe:200000+eos")
+    assert prepare(tmp_path, files).manifest == prepare(tmp_path, files, "at once").manifest
+
+
+def test_a_tokenizer_file_with_other_ends_of_lines_is_the_same(tmp_path, files):
+    made = json.dumps(json.loads(tokenizer_lib.train_bpe(DOCUMENTS, "bpe:280+eos").to_json()), indent=1)
+    ids = []
+    for name, end in (("lf", "\n"), ("crlf", "\r\n")):
+        (tmp_path / f"{name}.json").write_bytes(made.replace("\n", end).encode())
+        prepare(tmp_path, files, name, tokenizer=str(tmp_path / f"{name}.json"))
+        ids.append(data.load(config(tmp_path / name)).tokenizer.id)
+    assert ids[0] == ids[1]
 
 
 # ---- Reading it ----
@@ -263,7 +308,12 @@ def test_another_tokenizer_is_refused(tmp_path, files, monkeypatch):
         data.load(config(f"{tmp_path}/out=1", f"{tmp_path}/other=1"))
 
 
-@pytest.mark.parametrize("listed", ["a,b", "a=1,b", "a=x", "a=0", "a=-1,b=1", "=1", "a=nan"])
+def test_a_directory_may_have_any_name(tmp_path, files):
+    prepare(tmp_path, files, "lr=0.1")
+    assert data.load(config(tmp_path / "lr=0.1")).weights == (1.0,)
+
+
+@pytest.mark.parametrize("listed", ["a,b", "a=1,b", "a=x", "a=0", "a=-1,b=1", "=1", "a=nan", "a=1e308,b=1e308", "a=1,b=1e-320"])
 def test_a_mixture_without_sensible_weights_is_refused(listed):
     with pytest.raises(InputError, match=re.escape(f"data.files={listed!r}")):
         config(listed)

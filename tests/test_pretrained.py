@@ -138,6 +138,15 @@ def test_what_does_not_fit_is_named_before_anything_is_written(given, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_documents_may_be_kept_apart_and_weights_may_be_packed(given, saved, tmp_path):
+    s = from_weights(given, model__document_end=10)
+    pretrained.check(s, ByteTokenizer())
+    _, workdir = saved
+    code, _, err = run("train.export", f"--workdir={workdir}", f"--output={tmp_path / 'packed'}", "--dtype=mxfp4")
+    assert code == 0, err
+    pretrained.check(settings(given[0], train__initial_weights=str(tmp_path / "packed"), **SHORT), ByteTokenizer())
+
+
 def test_without_a_tokenizer_nothing_can_be_said(given, tmp_path, caplog):
     shutil.copytree(given[1], tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()

@@ -48,6 +48,7 @@ def example(text):
     return field(1, b"".join(field(1, field(1, key) + field(2, value)) for key, value in features.items()))
 
 
+NUMBERS = field(1, field(1, field(1, b"text") + field(2, field(3, field(1, b"\x05")))))  # an Example whose text is numbers
 WRITERS = {
     "a.jsonl": lambda p, d: p.write_bytes(json_lines(d)),
     "a.json.gz": lambda p, d: p.write_bytes(gzip.compress(json_lines(d[:2])) + gzip.compress(json_lines(d[2:]))),
@@ -77,16 +78,43 @@ def test_a_text_file_is_one_document(tmp_path, name):
     assert sources.read_files([str(tmp_path / name)], text_key="text") == ["\r\n a\n\nß"]
 
 
+@pytest.mark.parametrize("chunk", [1, sources.CHUNK])
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(sources, "CHUNK", chunk)
+    for name, content in (("a.txt", "\ufeffa\ufeff"), ("a.jsonl", '\ufeff{"text": "a\ufeff"}\n{"text": "b"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert next(sources.read_text(str(tmp_path / name), text_key="text")) == "a\ufeff"
+
+
+def test_records_of_every_length_and_text_with_braces(tmp_path):
+    """An Example begins with a newline and its length, which 123 makes a brace."""
+    texts = ["x" * n for n in range(1, 300)]
+    write_records(tmp_path / "a.array_record", [example(text) for text in texts])
+    assert list(sources.read_text(str(tmp_path / "a.array_record"), text_key="text")) == texts
+    texts = ["{{Infobox}}", "{\\bf Theorem}", "[1]", "{"]
+    write_records(tmp_path / "b.array_record", [text.encode() for text in texts])
+    assert list(sources.read_text(str(tmp_path / "b.array_record"), text_key="text")) == texts
+    several = field(1, field(1, field(1, b"text") + field(2, field(1, field(1, b"first") + field(1, b"second")))))
+    write_records(tmp_path / "c.array_record", [several])
+    assert list(sources.read_text(str(tmp_path / "c.array_record"), text_key="text")) == ["first"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.parquet", b"PAR1 not", "a.parquet: cannot be read"),
-        ("a.parquet", {"body": ["x"]}, "a.parquet: no column 'text', only body, n"),
+        ("a.parquet", {"body": ["x"]}, "a.parquet: not one column 'text' among body, n"),
+        ("a.jsonl.gz", b"", "a.jsonl.gz: cannot be read: it is empty"),
         ("a.parquet", {"text": [3]}, "a.parquet: column 'text' holds int64, not strings"),
         ("a.array_record", b"no records here", "a.array_record: cannot be read"),
         ("a.array_record", [b'{"body": "x"}'], "a.array_record, record 0: expected a JSON object"),
         ("a.array_record", [b"fine", b"\xff\xfe"], "a.array_record, record 1:1: not UTF-8"),
         ("a.array_record", [field(1, field(1, field(1, b"body") + field(2, field(1, field(1, b"x")))))], "only body"),
+        (
+            "a.array_record",
+            [field(1, field(1, field(1, b"text") + field(2, field(3, field(1, b"\x05")))))],
+            "no feature 'text'",
+        ),
         ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst: cannot be read"),
         ("a.parquet.gz", b"", "a.parquet.gz: not one of"),
         ("a.idx", b"", "a.idx: token ids, not text"),
@@ -104,6 +132,20 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     with pytest.raises(InputError, match=re.escape(message)) as error:
         list(sources.read_text(str(path), text_key="text"))
     assert "\n" not in str(error.value)
+
+
+def test_a_column_that_is_there_twice_is_refused_and_checksums_are_compared(tmp_path):
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="not one column 'text' among text, text"):
+        list(sources.read_text(str(tmp_path / "a.parquet"), text_key="text"))
+    table = pyarrow.table({"text": ["a", "hello world", "z"]})  # statistics hold the first and the last
+    how = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", **how)
+    content = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(content.replace(b"hello", b"iello", 1))
+    with pytest.raises(InputError, match=r"b\.parquet: cannot be read"):
+        list(sources.read_text(str(tmp_path / "b.parquet"), text_key="text"))
 
 
 def test_globs_are_joined_in_order_and_no_file_comes_twice(tmp_path):
@@ -142,6 +184,9 @@ def test_megatron_files_give_their_documents(tmp_path, dtype, code):
         (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:17] + b"\x07" + idx.read_bytes()[18:]), "whole numbers"),
         (lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-2]), "points beyond the 5 ids of a.bin"),
         (lambda idx, bin_: bin_.unlink(), "cannot be read"),
+        (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:25] + b"\x80" + idx.read_bytes()[26:]), "cannot be read"),
+        (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:50] + b"\x05" + idx.read_bytes()[51:]), "points beyond"),
+        (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:57] + b"\x7f" + idx.read_bytes()[58:]), "points beyond"),
     ],
 )
 def test_damaged_megatron_files_are_refused(tmp_path, damage, message):

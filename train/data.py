@@ -96,6 +96,8 @@ class DataConfig:
 
     def directories(self) -> list[tuple[pathlib.Path, float]]:
         """Return (directory, share of the examples) of each part of prepared data; the shares add up to 1."""
+        if pathlib.Path(self.files).is_dir():  # whatever its name holds
+            return [(pathlib.Path(self.files), 1.0)]
         parts = [part.rpartition("=") if "=" in part else (part, "", "1") for part in self.files.split(",")]
         try:
             weights = [float(weight) for _, _, weight in parts]
@@ -105,6 +107,8 @@ class DataConfig:
             raise InputError(f"data.files={self.files!r}: of several directories each needs its weight: DIR=0.7,OTHER=0.3")
         if not all(path for path, _, _ in parts) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise InputError(f"data.files={self.files!r}: a directory without a name, or a weight that is not positive")
+        if not math.isfinite(sum(weights)) or min(weights) < 1e-9 * sum(weights):
+            raise InputError(f"data.files={self.files!r}: a share of the examples is below 1e-9")
         return [(pathlib.Path(path), weight / sum(weights)) for (path, _, _), weight in zip(parts, weights, strict=True)]
 
     def manifests(self) -> list[dict[str, Any]]:

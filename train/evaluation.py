@@ -128,11 +128,13 @@ def evaluate(model: Model, names: Sequence[str], options: Options) -> list[dict[
         if largest >= vocab_size:
             raise InputError(f"{source}: token id {largest} is not below the model's {vocab_size=}")
         pieces = perplexity.cut(streams, window=window, stride=options.stride)
-        if not pieces:
+        end = model.settings.model.document_end
+        if not perplexity.count(pieces, document_end=end):
             raise InputError(f"{source}: no document has a token to predict")
         log.info("%s: %d windows of up to %d tokens, stride %d", about["dataset"], len(pieces), window, options.stride)
-        (nats,) = perplexity.score(figures, pieces, batch_size=size, equal=equal)
-        found = perplexity.summary(math.fsum(nats), perplexity.count(pieces), text.bytes / text.tokens if text.tokens else None)
+        (nats,) = perplexity.score(figures, pieces, batch_size=size, equal=equal, document_end=end)
+        tokens, known = perplexity.count(pieces, document_end=end), text.tokens and text.bytes
+        found = perplexity.summary(math.fsum(nats), tokens, text.bytes / text.tokens if known else None)
         result = {**about, "window": window, "stride": options.stride, "sequences": len(pieces), **found}
         if protocol:
             whole = len(pieces) == protocol.sequences
@@ -147,6 +149,8 @@ def evaluate(model: Model, names: Sequence[str], options: Options) -> list[dict[
 def _read(model: Model, source: str, options: Options) -> tuple[perplexity.Text, dict[str, Any]]:
     """Return the streams of a source and what is reported of them."""
     bos = model.tokenizer.bos if options.bos != "no" and not options.protocol else None
+    if options.bos == "yes" and bos is None and not options.protocol:
+        bos = model.tokenizer.bos_id
     if options.bos == "yes" and bos is None:
         raise InputError("--bos=yes: the tokenizer has no BOS, or the protocol has none")
     if (pathlib.Path(source) / "manifest.json").exists() and source:
@@ -160,8 +164,10 @@ def _read(model: Model, source: str, options: Options) -> tuple[perplexity.Text,
     if model.dataset is None or options.separate:
         raise InputError("--data=FILES is missing: the text to evaluate")
     size = sum(len(model.tokenizer.decode(tokens).encode()) for tokens in model.dataset.val)
+    marks = [mark for mark in (model.tokenizer.bos_id, model.tokenizer.eos_id) if mark is not None]
+    tokens = sum(int(np.sum(~np.isin(tokens, marks))) for tokens in model.dataset.val)
     about = {"dataset": "validation split", "documents": None, "joined": "as in training", "bos": None}
-    return perplexity.Text(list(model.dataset.val), sum(map(len, model.dataset.val)), size), about
+    return perplexity.Text(list(model.dataset.val), tokens, size), about
 
 
 def _read_prepared(
@@ -174,10 +180,14 @@ def _read_prepared(
         raise InputError(f"{path} was prepared with another tokenizer than the model's: {how}")
     ids, ends, of = found.ids["val"], found.ends["val"], found.manifest["splits"]["val"]
     marks = found.manifest["documents"]
+    if options.protocol and marks != "none":
+        raise InputError(f"{path} was prepared with documents={marks!r}, --protocol={options.protocol} has documents='none'")
     streams = np.split(ids, ends[:-1]) if options.separate else [ids]
     bos = None if "bos" in marks else bos
     if bos is not None:
         streams = [np.concatenate([np.array([bos], ids.dtype), stream]) for stream in streams]
-    text = perplexity.Text(streams, of["tokens"] - of["documents"] * (("bos" in marks) + ("eos" in marks)), of["text_bytes"])
+    of_ids = any(name.endswith(".idx") for piece in of["pieces"] for name, _ in piece["files"])  # nobody knows their text
+    own = of["tokens"] - of["documents"] * (("bos" in marks) + ("eos" in marks))
+    text = perplexity.Text(streams, own, 0 if of_ids else of["text_bytes"])
     joined = "separate" if options.separate else f"as prepared: {marks}"
     return text, {"dataset": str(path), "documents": of["documents"], "joined": joined, "bos": bos}

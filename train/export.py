@@ -59,6 +59,7 @@ def main() -> int:
     manifest = {
         **result,
         "ema": EMA.value,
+        "document_end": settings.model.document_end,
         "recipe_digest": settings.numerics.recipe.digest(),
         "state_checksum": run["state_checksum"],
         "versions": {name: importlib.metadata.version(name) for name in ("fp4jax", "jax", "safetensors")},

@@ -7,6 +7,7 @@ Shape key: T positions of the buffer, V vocabulary, S ids that end a text.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,20 +59,32 @@ def make_sampler(settings: Settings, *, top_k: int = 0) -> Callable[..., tuple[j
 
 
 def generate(
-    model: Any, prompt: str, *, max_tokens: int = 64, temperature: float = 0.0, top_k: int = 0, seed: int = 0
+    model: Any,
+    prompt: str,
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    keep: int | None = None,
 ) -> dict[str, Any]:
     """Return a prompt, its continuation and what it was drawn by, of a `train.evaluation.Model`.
 
     The prompt begins with the tokenizer's BOS, if it has one; a token that ends a text ends the continuation and is not shown.
+    keep: only so many of the prompt's last tokens are given to the model, beside BOS.
     """
     front = [model.tokenizer.bos] if model.tokenizer.bos is not None else []
-    ids = np.array([*front, *model.tokenizer.encode(prompt)], np.int32)
+    try:
+        encoded = model.tokenizer.encode(prompt)
+    except (TypeError, UnicodeEncodeError):
+        raise InputError(f"the text {prompt!r} is not UTF-8") from None
+    ids = np.array([*front, *encoded[max(len(encoded) - keep, 0) if keep is not None else 0 :]], np.int32)
     config, length = model.settings.model, len(ids) + max_tokens
     if not len(ids):
         raise InputError("--generate: an empty text needs a tokenizer with BOS")
     if length > config.max_seq_len:
         raise InputError(f"{len(ids)} tokens of text and {max_tokens=} exceed the model's max_seq_len={config.max_seq_len}")
-    if temperature < 0 or not 0 <= top_k <= config.vocab_size or not 0 <= seed < 2**32:
+    if not 0 <= temperature < math.inf or not 0 <= top_k <= config.vocab_size or not 0 <= seed < 2**32:
         raise InputError(f"{temperature=}, {top_k=} or {seed=} is out of range")
     stops = sorted(model.tokenizer.eos) or [-1]
     sampler = make_sampler(model.settings, top_k=top_k)

@@ -62,19 +62,18 @@ class Harness:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the greedy or sampled continuation of each context, cut before the first of the `until` strings."""
-        return [self._generate(*request.args) for request in requests]
+        return [self._generate(*request.args, seed=seed) for seed, request in enumerate(requests)]
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
+    def _generate(self, context: str, options: dict[str, Any], *, seed: int) -> str:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else until
         length = options.get("max_gen_toks", 256)
         room = self.window - length - 1  # beside BOS
         if room < 1:
             raise InputError(f"max_gen_toks={length} leaves no room for a context in max_seq_len={self.window}")
-        ids = self.model.tokenizer.encode(context)
-        kept = context if len(ids) <= room else self.model.tokenizer.decode(ids[-room:])
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-        found = generate.generate(self.model, kept, max_tokens=length, temperature=temperature)["continuation"]
+        how = {"max_tokens": length, "temperature": temperature, "seed": seed, "keep": room}
+        found = generate.generate(self.model, context, **how)["continuation"]
         ends = [found.index(stop) for stop in until if stop and stop in found]
         return found[: min(ends)] if ends else found
 

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Documents as token streams. tokens: of the text alone, without BOS; bytes: of the text in UTF-8."""
+    """Documents as token streams. tokens: of the text alone, without BOS; bytes: in UTF-8, 0 where nobody knows."""
 
     streams: list[np.ndarray]
     tokens: int
@@ -96,13 +96,14 @@ def cut(streams: Sequence[np.ndarray], *, window: int, stride: int) -> list[Piec
 
 
 def batches(
-    pieces: Sequence[Piece], *, batch_size: int, equal: bool = False
+    pieces: Sequence[Piece], *, batch_size: int, equal: bool = False, document_end: int = -1
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
     """Yield (numbers of the pieces, {"tokens": int32 [B, T + 1], "mask": float32 [B, T]}), the longest first.
 
     The mask is 1 where the token after a position is to be predicted; the rows that a last batch lacks are zeros. Pieces are
     filled up with zeros at their end, to lengths of which there are few. equal: not even that, each length has batches of its
-    own, for numerics in which a position sees those after it, such as one scale for a whole sequence.
+    own, for numerics in which a position sees those after it, such as one scale for a whole sequence. document_end: the
+    token after it is not predicted (-1: every one is), as in a model that keeps the documents of a row apart.
     """
     longest = max((len(piece.tokens) for piece in pieces), default=0) - 1
 
@@ -110,7 +111,7 @@ def batches(
         length = size = len(pieces[number].tokens) - 1
         if not equal:
             size = longest
-            while length <= size // 4:
+            while max(length, 1) <= size // 4:
                 size //= 4
         return size
 
@@ -121,17 +122,19 @@ def batches(
             mask_BT = np.zeros((batch_size, length), np.float32)
             for row, (tokens, scored) in enumerate(pieces[number] for number in numbers):
                 tokens_BT1[row, : len(tokens)] = tokens
-                mask_BT[row, scored - 1 : len(tokens) - 1] = 1
+                mask_BT[row, scored - 1 : len(tokens) - 1] = tokens[scored - 1 : -1] != document_end
             yield list(numbers), {"tokens": tokens_BT1, "mask": mask_BT}
 
 
-def score(figures: Figures, pieces: Sequence[Piece], *, batch_size: int, equal: bool = False) -> np.ndarray:
+def score(
+    figures: Figures, pieces: Sequence[Piece], *, batch_size: int, equal: bool = False, document_end: int = -1
+) -> np.ndarray:
     """Return float64 [number of figures, number of pieces]: each figure summed over the predicted tokens of each piece.
 
     The sums are exact before they are rounded, so they depend on nothing but the figures.
     """
     sums, row = {}, 0
-    for numbers, batch in batches(pieces, batch_size=batch_size, equal=equal):
+    for numbers, batch in batches(pieces, batch_size=batch_size, equal=equal, document_end=document_end):
         values = [np.asarray(each, np.float64) for each in figures(batch["tokens"], row)]
         for i, number in enumerate(numbers):
             predicted = batch["mask"][i] > 0
@@ -140,9 +143,9 @@ def score(figures: Figures, pieces: Sequence[Piece], *, batch_size: int, equal: 
     return np.array([sums[number] for number in range(len(pieces))]).T
 
 
-def count(pieces: Sequence[Piece]) -> int:
+def count(pieces: Sequence[Piece], *, document_end: int = -1) -> int:
     """Return how many tokens are predicted."""
-    return sum(len(piece.tokens) - piece.scored for piece in pieces)
+    return sum(int(np.sum(piece.tokens[piece.scored - 1 : -1] != document_end)) for piece in pieces)
 
 
 def summary(nats: float, tokens: int, bytes_per_token: float | None) -> dict[str, Any]:

@@ -102,9 +102,13 @@ def _size(path: str) -> int:
     return os.path.getsize(binary if path.endswith(".idx") and binary.is_file() else path)
 
 
-def _is_held_out(number: int, fraction: float) -> bool:
-    """Return whether the number-th document of a unit, counted from 1, is for validation."""
-    return int(number * fraction) > int((number - 1) * fraction)
+def _is_held_out(unit: int, number: int, fraction: float) -> bool:
+    """Return whether the number-th document of a unit, counted from 1, is for validation.
+
+    Evenly spaced, from another place in each unit (multiples of the golden ratio): units of few documents give their share too.
+    """
+    phase = unit * 0.6180339887498949 % 1
+    return int(number * fraction + phase) > int((number - 1) * fraction + phase)
 
 
 def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
     with writing(output):
         pieces = _begin(plan, output)
         tokenizer = _tokenizer(plan, output)
-    units, plan_digest = plan.units(), _plan_digest(plan)
+    units = plan.units()
     todo = range(len(pieces), len(units))
     arguments = [(output, unit, *units[unit], plan, tokenizer.special_names()) for unit in todo]
     with _pool(min(workers, len(todo))) as submit, _Bar(plan, units, len(pieces)) as bar:
@@ -141,7 +145,7 @@ def prepare(plan: Plan, output: pathlib.Path, *, workers: int, stop: Callable[[]
                     _append(output, split, unit, before=_count(pieces, split))
                     piece["files"] = [(os.path.basename(path), _size(path)) for path in units[unit][1]]
                 pieces.append(found)
-                _write_json(output / "progress.json", {"plan": plan_digest, "pieces": pieces})
+                _write_json(output / "progress.json", _progress(plan, pieces))
                 shutil.rmtree(_part(output, unit))
             bar.advance(unit, _count(pieces, "train") + _count(pieces, "val"))
             futures += [submit(_encode_unit, *each) for each in arguments[unit - todo[0] + ahead :][:1]]
@@ -165,7 +169,7 @@ def _encode_unit(output, unit, split, paths, plan, special) -> dict[str, dict[st
         number = 0
         for path in paths:
             for batch in _encoded(path, tokenizer, plan):
-                held_out = [_is_held_out(number + i, plan.val_fraction) for i in range(1, len(batch) + 1)]
+                held_out = [_is_held_out(unit, number + i, plan.val_fraction) for i in range(1, len(batch) + 1)]
                 number += len(batch)
                 for name, writer in writers.items():
                     writer.write(
@@ -304,12 +308,16 @@ def _begin(plan: Plan, output: pathlib.Path) -> list[dict[str, dict[str, Any]]]:
     except FileNotFoundError:
         if strays := sorted(path.name for path in output.iterdir() if path.name != "lock"):
             raise InputError(f"{output} is not empty: it holds {strays[0]}") from None
-        progress = {"plan": _plan_digest(plan), "pieces": []}
+        progress = _progress(plan, [])
         _write_json(output / "progress.json", progress)
     except ValueError as error:
         raise InputError(f"{output / 'progress.json'} cannot be read: {error}") from None
     if progress["plan"] != _plan_digest(plan):
-        raise InputError(f"{output} was begun with other files or options: choose another directory, or remove it")
+        if not _goes_on(plan, progress):
+            raise InputError(f"{output} was begun with other files or options: choose another directory, or remove it")
+        if not progress["pieces"]:
+            (output / "tokenizer.json").unlink(missing_ok=True)
+        _write_json(output / "progress.json", _progress(plan, progress["pieces"]))
     shutil.rmtree(output / "parts", ignore_errors=True)
     pieces, itemsize = progress["pieces"], np.dtype(_dtype(plan)).itemsize if progress["pieces"] else 1
     for split in SPLITS:
@@ -320,6 +328,25 @@ def _begin(plan: Plan, output: pathlib.Path) -> list[dict[str, dict[str, Any]]]:
                     raise InputError(f"{output / name} is shorter than progress.json says: remove the directory")
                 file.truncate(size)
     return pieces
+
+
+def _progress(plan: Plan, pieces: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    return {"plan": _plan_digest(plan), "options": _plan_digest(plan._replace(files={})), "pieces": pieces}
+
+
+def _goes_on(plan: Plan, progress: dict[str, Any]) -> bool:
+    """Return whether what was appended under another plan is what this one begins with: a file not reached yet was mended."""
+    pieces, units = progress["pieces"], plan.units()
+    if not pieces:
+        return True
+    if progress["options"] != _plan_digest(plan._replace(files={})) or len(pieces) > len(units):
+        return False
+    if tokenizer_lib.trained_size(plan.tokenizer) is not None:  # on all of the files
+        return False
+    return all(
+        split in piece and [tuple(file) for file in piece[split]["files"]] == [(os.path.basename(p), _size(p)) for p in paths]
+        for piece, (split, paths) in zip(pieces, units, strict=False)
+    )
 
 
 def _tokenizer(plan: Plan, output: pathlib.Path) -> Tokenizer:
@@ -340,10 +367,10 @@ def _tokenizer(plan: Plan, output: pathlib.Path) -> Tokenizer:
 def _sample(plan: Plan) -> Iterator[str]:
     """Yield training documents, those of the plan's own validation split left out, SAMPLE_BYTES of them at most."""
     size = 0
-    for split, paths in plan.units():
+    for unit, (split, paths) in enumerate(plan.units()):
         texts = itertools.chain.from_iterable(sources.read_text(path, text_key=plan.text_key) for path in paths)
         for number, text in enumerate(texts if split == "train" else (), start=1):
-            if not _is_held_out(number, plan.val_fraction):
+            if not _is_held_out(unit, number, plan.val_fraction):
                 size += len(text.encode())
                 if size > SAMPLE_BYTES:
                     return
@@ -409,7 +436,7 @@ def _dtype(plan: Plan) -> type[np.unsignedinteger]:
 def _plan_digest(plan: Plan) -> str:
     """Return 16 hex digits over names and sizes of the files and all that changes the result; not over where they lie."""
     files = {split: [(os.path.basename(path), size) for path, size in found] for split, found in plan.files.items()}
-    named = tokenizer_lib.trained_size(plan.tokenizer) or plan.tokenizer.startswith("bytes")
+    named = tokenizer_lib.trained_size(plan.tokenizer) or plan.tokenizer in ("bytes", "bytes+eos")
     tokenizer = plan.tokenizer if named else tokenizer_lib.load(plan.tokenizer).id
     content = json.dumps([files, tokenizer, *plan[2:]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -39,7 +39,10 @@ class Prepared(NamedTuple):
     ends: dict[str, np.ndarray]
 
     def tokenizer(self) -> JsonTokenizer:
-        return read_tokenizer(self.path, self.manifest)
+        """Return the tokenizer, whose `bos` is what every document here begins with."""
+        tokenizer = read_tokenizer(self.path, self.manifest)
+        tokenizer.bos = tokenizer.bos_id if "bos" in self.manifest["documents"] else None
+        return tokenizer
 
 
 def digest(manifest: dict[str, Any]) -> str:

@@ -49,12 +49,15 @@ class Tokenizer(JsonTokenizer):
         self.bos = self._prefix()
         if self.bos is None and options.get("add_bos_token"):
             self.bos = self._id_of(options.get("bos_token"))
-        self.eos = frozenset(
+        ends = [
             token
             for found in (self._id_of(options.get("eos_token")), *(_json(directory / f).get("eos_token_id") for f in _CONFIGS))
             for token in (found if isinstance(found, list) else [found])
             if token is not None
-        )
+        ]
+        if not all(isinstance(token, int) and token >= 0 for token in ends):
+            raise InputError(f"{directory}: eos_token_id {ends} holds something that is no token id")
+        self.eos = frozenset(ends)
 
     def _prefix(self) -> int | None:
         special, plain = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
@@ -62,7 +65,7 @@ class Tokenizer(JsonTokenizer):
 
     def _id_of(self, token: Any) -> int | None:
         content = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(content) if content else None
+        return self._tokenizer.token_to_id(content) if isinstance(content, str) else None
 
 
 _CONFIGS = ("config.json", "generation_config.json")
@@ -99,7 +102,7 @@ def check(settings: Settings, tokenizer: tokenizer_lib.Tokenizer) -> None:
     if differences:
         raise InputError(f"train.initial_weights={directory} is another model than the run's: {'; '.join(differences)}")
     try:
-        huggingface.find_tensors(directory, settings.model)
+        huggingface.find_tensors(directory, settings.model, huggingface.packed_format(directory))
     except ValueError as error:
         raise InputError(f"train.initial_weights: {error}") from None
     if not (directory / "tokenizer.json").exists():

@@ -10,6 +10,7 @@
 Documents without text are left out. Every fault is an InputError that names the file, and the line, row or record where it can.
 """
 
+import codecs
 import contextlib
 import glob
 import gzip
@@ -71,7 +72,7 @@ def read_text(path: str, *, text_key: str) -> Iterator[str]:
     if suffix == ".idx":
         raise InputError(f"{path}: token ids, not text: python -m train.prepare reads them")
     if suffix == ".txt":
-        documents = iter([_decode(b"".join(_chunks(path)), path)])
+        documents = iter([_decode(b"".join(_chunks(path)).removeprefix(codecs.BOM_UTF8), path)])
     elif suffix in LINES:
         documents = (_from_json(line, f"{path}:{n}", text_key) for n, line in enumerate(_lines(path), start=1) if line.strip())
     elif suffix == ".parquet":
@@ -94,10 +95,11 @@ def read_ids(path: str) -> Iterator[np.ndarray]:
         first = np.frombuffer(head, "<i8", bounds, at + 12 * sequences)  # of each document its first sequence, and the end
         binary = pathlib.Path(path).with_suffix(".bin")
         ids = np.memmap(binary, MEGATRON_DTYPES[dtype], "r") if binary.stat().st_size else np.zeros(0, np.uint8)
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, OverflowError, ValueError, struct.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     starts = offsets // ids.itemsize
-    if (lengths < 0).any() or (starts < 0).any() or (starts + lengths > len(ids)).any():
+    beyond = (starts > len(ids)) | (lengths > len(ids) - np.minimum(starts, len(ids)))
+    if (lengths < 0).any() or (offsets < 0).any() or (offsets % ids.itemsize).any() or beyond.any():
         raise InputError(f"{path}: points beyond the {len(ids)} ids of {binary.name}")
     if not len(first) or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 0).any():
         raise InputError(f"{path}: its documents do not cover its {sequences} sequences")
@@ -109,6 +111,8 @@ def read_ids(path: str) -> Iterator[np.ndarray]:
 def _chunks(path: str) -> Iterator[bytes]:
     """Yield the decompressed content in pieces."""
     try:
+        if path.endswith(".gz") and not os.path.getsize(path):
+            raise EOFError("it is empty, without even a header")
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             pieces = iter(lambda: bytes(file.read(CHUNK)), b"")
             yield from (_unzstd(pieces) if path.endswith(".zst") else pieces)
@@ -136,11 +140,13 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines, split at \\n only: JSON strings may hold U+2028 and other separators that str.splitlines splits at."""
-    rest = b""
+    rest, first = b"", True
     for chunk in _chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    yield rest
+        for line in lines:
+            yield line.removeprefix(codecs.BOM_UTF8) if first else line
+            first = False
+    yield rest.removeprefix(codecs.BOM_UTF8) if first else rest
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -173,9 +179,9 @@ def _read_parquet(path: str, text_key: str) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if text_key not in file.schema_arrow.names:
-            raise InputError(f"{path}: no column {text_key!r}, only {', '.join(file.schema_arrow.names)}")
+        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # where the file has checksums
+        if file.schema_arrow.names.count(text_key) != 1:
+            raise InputError(f"{path}: not one column {text_key!r} among {', '.join(file.schema_arrow.names)}")
         if (held := file.schema_arrow.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
             raise InputError(f"{path}: column {text_key!r} holds {held}, not strings")
         for batch in file.iter_batches(columns=[text_key], batch_size=1024):
@@ -195,24 +201,32 @@ def _records(path: str) -> Iterator[bytes]:
 
 
 def _from_record(record: bytes, where: str, text_key: str) -> str:
-    if record.lstrip()[:1] == b"{":
-        return _from_json(record, where, text_key)
-    features = _example(record)
-    if features and text_key.encode() not in features:
-        names = ", ".join(name.decode(errors="replace") for name in features)
-        raise InputError(f"{where}: no feature {text_key!r}, only {names}")
-    return _decode(features[text_key.encode()] if features else record, where)
+    if features := _example(record):
+        text = features.get(text_key.encode())
+        if text is None:
+            names = ", ".join(name.decode(errors="replace") for name, value in features.items() if value is not None)
+            raise InputError(f"{where}: no feature {text_key!r} of bytes, only {names}")
+        return _decode(text, where)
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(record), dict):
+            return _from_json(record, where, text_key)
+    return _decode(record, where)
 
 
-def _example(record: bytes) -> dict[bytes, bytes]:
-    """Return the first value of each bytes feature of a serialized tf.train.Example, {} where the record is none.
+def _example(record: bytes) -> dict[bytes, bytes | None]:
+    """Return the first value of each bytes feature of a serialized tf.train.Example, None for features of another type.
+
+    {} where the record is no Example.
 
     Example { 1: Features { 1: map entry { 1: key, 2: Feature { 1: BytesList { 1: value } } } } }  (tensorflow/core/example)
     """
     try:
         entries = [dict(_fields(entry)) for _, features in _fields(record) for _, entry in _fields(features)]
-        lists = {entry[1]: dict(_fields(entry[2])).get(1, b"") for entry in entries}
-        return {key: dict(_fields(values)).get(1, b"") for key, values in lists.items()}
+        lists = {entry[1]: dict(_fields(entry[2])).get(1) for entry in entries}
+        return {
+            key: None if values is None else next((value for number, value in _fields(values) if number == 1), b"")
+            for key, values in lists.items()
+        }
     except (KeyError, IndexError, ValueError):
         return {}
 

@@ -177,7 +177,7 @@ def _load_file(path: str, _changed: int) -> Tokenizer:
         content = pathlib.Path(path).read_bytes()
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
             return from_tiktoken(content)
-        serialized = content.decode()
+        serialized = pathlib.Path(path).read_text(encoding="utf-8")  # whatever its ends of lines: the id is the same
         vocabulary = tokenizers.Tokenizer.from_str(serialized).get_vocab(with_added_tokens=True)
         return JsonTokenizer(serialized, _find_special(pathlib.Path(path), vocabulary))
     except InputError as error:
