@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -380,30 +379,21 @@ def save(
     if packing is not None:
         ignore = {"lm_head", *linear_modules(config)} - set(packing.modules)
         found["quantization_config"] = packed.to_config(packing.format, ignore)
-    temporary = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
-        temporary.chmod(0o777 & ~_umask())
-        _write_files(temporary, _tensors_of(params, config, SAVED[dtype], packing, scales))
-        texts = {"config.json": json.dumps(found, indent=2) + "\n", **(more or {})}
-        if manifest is not None:
-            content = {**manifest, "tensor_scales": scales} if scales else manifest
-            texts[packed.MANIFEST] = json.dumps(content, indent=2) + "\n"
-        for name, text in texts.items():
-            (temporary / name).write_text(text)
-        os.replace(temporary, directory)
+        with tempfile.TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as around:
+            temporary = pathlib.Path(around) / directory.name
+            temporary.mkdir()
+            _write_files(temporary, _tensors_of(params, config, SAVED[dtype], packing, scales))
+            texts = {"config.json": json.dumps(found, indent=2) + "\n", **(more or {})}
+            if manifest is not None:
+                content = {**manifest, "tensor_scales": scales} if scales else manifest
+                texts[packed.MANIFEST] = json.dumps(content, indent=2) + "\n"
+            for name, text in texts.items():
+                (temporary / name).write_text(text)
+            os.replace(temporary, directory)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{directory} cannot be written: {error}") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
 
 
 def _tensors_of(

@@ -74,7 +74,8 @@ def read_text(path: str, *, text_key: str) -> Iterator[str]:
     if suffix == ".txt":
         documents = iter([_decode(b"".join(_chunks(path)).removeprefix(codecs.BOM_UTF8), path)])
     elif suffix in LINES:
-        documents = (_from_json(line, f"{path}:{n}", text_key) for n, line in enumerate(_lines(path), start=1) if line.strip())
+        lines = (line if n > 1 else line.removeprefix(codecs.BOM_UTF8) for n, line in enumerate(_lines(path), start=1))
+        documents = (_from_json(line, f"{path}:{n}", text_key) for n, line in enumerate(lines, start=1) if line.strip())
     elif suffix == ".parquet":
         documents = _read_parquet(path, text_key)
     else:
@@ -140,13 +141,11 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines, split at \\n only: JSON strings may hold U+2028 and other separators that str.splitlines splits at."""
-    rest, first = b"", True
+    rest = b""
     for chunk in _chunks(path):
         *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removeprefix(codecs.BOM_UTF8) if first else line
-            first = False
-    yield rest.removeprefix(codecs.BOM_UTF8) if first else rest
+        yield from lines
+    yield rest
 
 
 def _decode(data: bytes, where: str) -> str:
@@ -164,6 +163,10 @@ def _from_json(line: bytes, where: str, text_key: str) -> str:
         raise InputError(f"{where}: not UTF-8: {error.reason} at byte {error.start} of the line") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON: {error}") from error
+    return _text_of(record, where, text_key)
+
+
+def _text_of(record: Any, where: str, text_key: str) -> str:
     document = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(document, str):
         raise InputError(f"{where}: expected a JSON object with a string under {text_key!r}")
@@ -207,10 +210,11 @@ def _from_record(record: bytes, where: str, text_key: str) -> str:
             names = ", ".join(name.decode(errors="replace") for name, value in features.items() if value is not None)
             raise InputError(f"{where}: no feature {text_key!r} of bytes, only {names}")
         return _decode(text, where)
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(json.loads(record), dict):
-            return _from_json(record, where, text_key)
-    return _decode(record, where)
+    try:
+        found = json.loads(record)
+    except (ValueError, RecursionError):
+        found = None
+    return _text_of(found, where, text_key) if isinstance(found, dict) else _decode(record, where)
 
 
 def _example(record: bytes) -> dict[bytes, bytes | None]:
