@@ -57,6 +57,8 @@ WRITERS = {
         zstandard.ZstdCompressor().compress(json_lines(d[:1])) + zstandard.ZstdCompressor().compress(json_lines(d[1:]))
     ),
     "a.parquet": lambda p, d: write_parquet(p, [*d, "", None]),
+    "b.parquet": lambda p, d: write_parquet(p, pyarrow.array([*d, "", None]).dictionary_encode()),
+    "c.parquet": lambda p, d: write_parquet(p, pyarrow.array([*d, "", None]).cast(pyarrow.string_view())),
     "a.array_record": lambda p, d: write_records(p, [x.encode() for x in d]),
     "b.array_record": lambda p, d: write_records(p, [json.dumps({"text": x}).encode() for x in d]),
     "c.arrayrecord": lambda p, d: write_records(p, [example(x) for x in d]),

@@ -185,7 +185,9 @@ def _read_parquet(path: str, text_key: str) -> Iterator[str]:
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # where the file has checksums
         if file.schema_arrow.names.count(text_key) != 1:
             raise InputError(f"{path}: not one column {text_key!r} among {', '.join(file.schema_arrow.names)}")
-        if (held := file.schema_arrow.field(text_key).type) not in (pyarrow.string(), pyarrow.large_string()):
+        held = file.schema_arrow.field(text_key).type
+        plain = held.value_type if pyarrow.types.is_dictionary(held) else held  # a pandas category is a dictionary
+        if plain not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
             raise InputError(f"{path}: column {text_key!r} holds {held}, not strings")
         for batch in file.iter_batches(columns=[text_key], batch_size=1024):
             yield from (text or "" for text in batch.column(0).to_pylist())
