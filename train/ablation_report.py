@@ -80,6 +80,7 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
         rows[label] = {
             "finished": len(of(label)),
             "diverged": sum(done[cell]["diverged"] is not None for cell in of(label).values()),
+            "val_losses": losses(label),
             "val_loss": statistics.estimate(list(losses(label).values()))._asdict(),
             "difference": difference._asdict(),
             "difference_unquantized": statistics.paired(
@@ -161,7 +162,8 @@ def _mean(values: list[float]) -> float:
 def _figures(workdir: pathlib.Path, cells: list[grid.Cell], directory: pathlib.Path) -> list[page.Figure]:
     """Draw loss curves, whole and zoomed, gradient norms, and where cells were diagnosed, the errors of their products."""
     labels = list(dict.fromkeys(cell.label for cell in cells))
-    colors = dict(zip(labels, plt.colormaps["tab20"](np.linspace(0, 1, max(len(labels), 2))), strict=False))
+    palette = plt.colormaps["tab10" if len(labels) <= 10 else "tab20"]
+    colors = {label: palette(i % palette.N) for i, label in enumerate(labels)}
     own = [cell for cell in cells if cell.arm == ""]
     rows = {cell: read_rows(workdir / cell.path / "metrics.jsonl") for cell in own}
     end = max((row["tokens"] for cell in rows for row in rows[cell]), default=1)
