@@ -381,9 +381,10 @@ class LMHead(nn.Module):
 class Llama(nn.Module):
     """The language model: tokens to logits, or to per-token losses through `method="token_losses"`.
 
-    `constrain(name, x)`, if given, wraps the activations "x_BTD" (the embedding's and every block's output) and
-    "logits_BTV"; it is where a caller puts `with_sharding_constraint`. attend(q, k, v), if given, takes the place of
-    `attention`. pieces: into how many pieces the caller splits T over devices, each of which then holds one chunk of the loss.
+    `constrain(name, x)`, if given, wraps "tokens_BT" and "embedded_BTD" (the lookup's two ends), "x_BTD" (what every block
+    takes and returns) and "logits_BTV"; it is where a caller puts `with_sharding_constraint`. attend(q, k, v), if given, takes
+    the place of `attention`. pieces: into how many pieces the caller splits T over devices, each of which then holds one chunk
+    of the loss.
     """
 
     config: LlamaConfig
@@ -448,7 +449,9 @@ class Llama(nn.Module):
     def _hidden(self, tokens_BT: jax.Array, key: Any) -> jax.Array:
         c = self.config
         rope = rope_tables(c, tokens_BT)
-        x_BTD = _constrain(self.constrain, "x_BTD", self.embed(tokens_BT).astype(c.compute_dtype))
+        x_BTD = self.embed(_constrain(self.constrain, "tokens_BT", tokens_BT))
+        x_BTD = _constrain(self.constrain, "embedded_BTD", x_BTD).astype(c.compute_dtype)
+        x_BTD = _constrain(self.constrain, "x_BTD", x_BTD)
         if c.scan_layers:
             x_BTD, _ = self.layers(x_BTD, jnp.arange(c.n_layers, dtype=jnp.int32), key, rope)
         else:

@@ -330,7 +330,7 @@ def test_sharded_matches_unsharded():
         return jax.device_put(x, sharded(*[None] * (x.ndim - 1), "model" if path[-1].key == "kernel" else None))
 
     def constrain(name, x):
-        axes = {"x_BTD": ("data", None, None), "logits_BTV": ("data", None, "model")}[name]
+        axes = ("data", *[None] * (x.ndim - 2), "model" if name == "logits_BTV" else None)
         return lax.with_sharding_constraint(x, sharded(*axes))
 
     params = jax.tree.map_with_path(place, params)
@@ -421,7 +421,8 @@ def test_constrain_sees_activations_and_logits():
     config = replace(BASE, scan_layers=False)
     params, (tokens, _) = random_params(config), random_tokens()
     doubled = logits(config, params, tokens, constrain=double)
-    assert seen == [("x_BTD", (B, T, 16))] * (1 + config.n_layers) + [("logits_BTV", (B, T, 37))]
+    lookup = [("tokens_BT", (B, T)), ("embedded_BTD", (B, T, 16))]
+    assert seen == [*lookup, *[("x_BTD", (B, T, 16))] * (1 + config.n_layers), ("logits_BTV", (B, T, 37))]
     np.testing.assert_allclose(doubled, 2 * logits(config, params, tokens), rtol=1e-5)
 
 

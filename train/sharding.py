@@ -29,6 +29,7 @@ RULES = {
     "batch": ("data", "fsdp"),
     "time": ("context",),
     "tokens": ("context", "data", "fsdp"),  # time and batch in one, as `Partition.pieces` orders it
+    "rows": ("data",),  # the batch while tokens are looked up: fsdp splits the embedding's columns then
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "ffn": ("tensor",),
@@ -57,7 +58,12 @@ LINEAR_AXES = {
     "attn/o": ("heads", None),
     "mlp/down": ("ffn", None),
 }
-ACTIVATION_AXES = {"x_BTD": ("batch", "time", None), "logits_BTV": ("batch", "time", "vocab")}
+ACTIVATION_AXES = {
+    "tokens_BT": ("rows", "time"),
+    "embedded_BTD": ("rows", "time", "embed"),
+    "x_BTD": ("batch", "time", None),
+    "logits_BTV": ("batch", "time", "vocab"),
+}
 _Q_AXES, _KV_AXES = ("batch", "time", "heads", None), ("batch", None, "heads", None)
 
 

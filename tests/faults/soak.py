@@ -120,9 +120,9 @@ class Start:
     def running(self):
         return all(process.poll() is None for process in self.processes)
 
-    def wait(self):
-        """Return the exit codes; None for a process that had to be killed."""
-        codes, deadline = [], time.monotonic() + END_S
+    def wait(self, limit=END_S):
+        """Return the exit codes; None for a process that had to be killed after so many seconds."""
+        codes, deadline = [], time.monotonic() + limit
         for process in self.processes:
             try:
                 codes.append(process.wait(max(deadline - time.monotonic(), 0.1)))
@@ -207,7 +207,7 @@ def soak(directory, *, kills, count, seed):
         (directory / name).mkdir()
     wrong, clock = [], time.monotonic()
     whole = Start(directory / "whole", arguments["whole"], count, cache=directory / "cache")
-    if whole.wait() != [0] * count:
+    if whole.wait(END_S + steps) != [0] * count:
         return [f"the uninterrupted run failed: {(directory / 'whole' / 'stderr.0').read_text()[-2000:]}"]
     print(f"uninterrupted: {steps} steps in {time.monotonic() - clock:.0f} s", flush=True)
 
