@@ -3,9 +3,9 @@
     python -m train.main --config=configs/finetune.py:models/llama,mxfp4_h16 --config.data.source=files \\
         --config.data.files='text/*.jsonl.gz' --config.train.steps=2000 --config.quant.schedule='((1800,"fp8_current"),)'
 
-The model has the shape of DIR/config.json and its weights at step 0 (train.initial_weights); the data must give the token
-ids of its tokenizer.json. The schedule above heals in FP8 for the last 10 % of the steps. A small rate, warmed up: the moments
-begin at zero. Not trained at any published size with this code yet.
+The model has the shape of DIR/config.json and its weights at step 0 (train.initial_weights); text is tokenized by its
+tokenizer.json, by which data.source=prepared must have been too. The schedule above heals in FP8 for the last 10 % of the
+steps. A small rate, warmed up: the moments begin at zero. Not trained at any published size with this code yet.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ def get_config(argument: str = "") -> ConfigDict:
     model = huggingface.read_config(pathlib.Path(directory))
     config: Any = default_config()
     config.model.update(dataclasses.asdict(model))
+    tokenizer = pathlib.Path(directory) / "tokenizer.json"
+    config.data.tokenizer = str(tokenizer) if tokenizer.is_file() else config.data.tokenizer
     config.data.seq_len = min(model.max_seq_len, 2048 if model.d_model >= LARGE else 128)
     if model.d_model >= LARGE:
         config.model.update(dtype="bfloat16", remat="full")

@@ -53,8 +53,9 @@ FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers splits them
 # ---- The config ----
 
 
-def read_config(directory: pathlib.Path, **changes: Any) -> LlamaConfig:
+def read_config(directory: str | pathlib.Path, **changes: Any) -> LlamaConfig:
     """Return the model that config.json describes, with execution settings such as dtype or remat from `changes`."""
+    directory = pathlib.Path(directory)
     path, found = directory / "config.json", _read_json(directory)
     try:
         return from_config(found, **changes)
@@ -289,11 +290,12 @@ def packed_format(directory: pathlib.Path) -> str:
     return packed.from_config(quantization) if quantization else ""
 
 
-def load(directory: pathlib.Path, config: LlamaConfig, shardings: Any = None) -> dict[str, Any]:
+def load(directory: str | pathlib.Path, config: LlamaConfig, shardings: Any = None) -> dict[str, Any]:
     """Return the parameters of `models.llama.Llama(config)`, float32, each placed as `shardings` (a tree like it) says.
 
     Without shardings they lie on the default device. Packed weights are decoded.
     """
+    directory = pathlib.Path(directory)
     format = packed_format(directory)
     source = _Source(find_tensors(directory, config, format), format, packed.read_tensor_scales(directory) if format else {})
     tree: dict[str, Any] = {}
@@ -435,6 +437,7 @@ def _write_files(directory: pathlib.Path, tensors) -> None:
         if held and (not name or sum(x.nbytes for x in held.values()) + values.nbytes > FILE_BYTES):
             file = directory / f"part{len(files)}"
             safetensors.numpy.save_file(held, file, metadata={"format": "pt"})
+            file.chmod(directory.stat().st_mode & 0o666)  # it is the writer's alone otherwise
             files.append((file, list(held), sum(x.nbytes for x in held.values())))
             held = {}
         held |= {name: values} if name else {}

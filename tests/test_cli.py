@@ -43,7 +43,7 @@ def test_workdir(finished):
     _, workdir, _, _ = finished
     names = {path.name for path in workdir.iterdir()}
     assert {name for name in names if not name.startswith("events.out.tfevents")} == {
-        "config.json", "census.json", "metrics.jsonl", "checkpoints", "lock",
+        "config.json", "census.json", "tokenizer.json", "tokenizer_config.json", "metrics.jsonl", "checkpoints", "lock",
     }  # fmt: skip
     assert any(name.startswith("events.out.tfevents") for name in names)
     census = json.loads((workdir / "census.json").read_text())

@@ -161,6 +161,14 @@ def test_other_text_and_a_continuation(trained, capsys, tmp_path):
         ({"step": -1}, "no checkpoint of step -1"),
         ({"recipe": "mxfp5"}, "unknown recipe 'mxfp5'"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"dtype": "bfloat16"}, "--dtype applies to --hf"),
+        ({"per_document": True}, "--per_document applies to --data"),
+        ({"text_key": "body", "window": 8}, "--text_key applies to --data"),
+        ({"bos": "no"}, "--bos applies to --data or --generate"),
+        ({"temperature": 1.0}, "--temperature applies to --generate"),
+        ({"generate": "a", "stochastic": True}, "--stochastic applies to a loss"),
+        ({"generate": "a", "batch_size": 2}, "--batch_size applies to a loss or --tasks"),
+        ({"limit": 5}, "--limit applies to --tasks"),
     ],
 )
 def test_bad_flags(trained, capsys, options, message):
@@ -187,6 +195,26 @@ def test_other_data_a_missing_corpus_and_a_damaged_config(trained, capsys, tmp_p
         path.write_text(json.dumps({**stored, **change}))
         with pytest.raises(InputError, match=message):
             run_evaluate(capsys, tmp_path / "run")
+
+
+def test_without_its_data_a_run_is_evaluated_on_other_text_and_exported(trained, capsys, tmp_path):
+    _, workdir = trained
+    (tmp_path / "a.txt").write_text("abc def " * 20)
+    text = {"data": [str(tmp_path / "a.txt")], "generate": "abc", "max_tokens": 4}
+    with_data = run_evaluate(capsys, workdir, **text)
+    shutil.copytree(workdir, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "data": {**stored["data"], "files": "/nowhere/*.txt"}}))
+    assert run_evaluate(capsys, tmp_path / "run", **text) == with_data
+    code, _, err = run("train.export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
+    assert code == 0, err
+    (tmp_path / "run" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer.json cannot be read"):
+        run_evaluate(capsys, tmp_path / "run", **text)
+    (tmp_path / "run" / "tokenizer.json").unlink()  # as a run of an older version
+    with pytest.raises(InputError, match="no file matches"):
+        run_evaluate(capsys, tmp_path / "run", **text)
 
 
 def test_a_loss_that_is_not_finite_exits_with_3(trained, capsys, monkeypatch):

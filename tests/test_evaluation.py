@@ -301,6 +301,10 @@ def test_bos_is_that_of_the_post_processor_or_of_the_tokenizers_config(tmp_path)
     assert pretrained.Tokenizer(tmp_path).bos is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "add_bos_token": True}))
     assert pretrained.Tokenizer(tmp_path).bos == BOS
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": False}))
+    left_out = pretrained.Tokenizer(tmp_path)
+    assert (left_out.bos, left_out.front(), left_out.front("yes"), left_out.front("no")) == (None, None, BOS, None)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert pretrained.Tokenizer(tmp_path).eos == {5, 6}
     for wrong in (["257"], [257, [1]], "257", -1):
@@ -345,6 +349,12 @@ def test_greedy_generation_sees_all_of_the_text(real):
         tokens.append(int(np.argmax(numpy_logits(found, weights, np.array(tokens))[-1])))
     result = generate.generate(model, "In the", max_tokens=6)
     assert result["continuation"] == model.tokenizer.decode(tokens)[len("In the") :]
+    without = [*b"In the"]
+    for _ in range(6):
+        without.append(int(np.argmax(numpy_logits(found, weights, np.array(without))[-1])))
+    assert without != tokens[1:]
+    result = generate.generate(model, "In the", max_tokens=6, bos="no")
+    assert result["continuation"] == model.tokenizer.decode(without)[len("In the") :]
 
 
 def test_sampling_follows_the_seed_the_distribution_and_top_k(known):

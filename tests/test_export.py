@@ -45,6 +45,9 @@ def test_a_checkpoint_becomes_a_model_that_others_read(trained, tmp_path):
     ids = np.array(tokenizer.encode(TEXT).ids)
     np.testing.assert_array_equal(ids, np.frombuffer(TEXT.encode(), np.uint8))
     assert tokenizer.decode(ids.tolist()) == TEXT
+    assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["add_bos_token"] is False
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read all"
     expected = our_logits(s.model, state.params, ids[:16])
     np.testing.assert_allclose(numpy_logits(found, weights, ids[:16]), expected, atol=1e-4)
 

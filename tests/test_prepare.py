@@ -393,7 +393,7 @@ def test_the_command_line(tmp_path, files):
     assert code == 0, err
     result = json.loads(out[-1])
     assert result["train"]["documents"] + result["val"]["documents"] == 60
-    assert re.fullmatch(r"0 of 0 MB, [\d,]+ tokens, ETA 0 s", err[-1])
+    assert re.fullmatch(r"0\.0 of 0\.0 MB, [\d,]+ tokens, ETA 0 s", err[-1])
     code, again, _ = run("train.prepare", *arguments)
     assert (code, json.loads(again[-1])) == (0, result)
     code, out, err = run("train.prepare", *arguments[1:])

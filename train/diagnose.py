@@ -36,7 +36,8 @@ def main() -> int:
     workdir = pathlib.Path(WORKDIR.value)
     if BATCHES.value < 2 or FLIP_STEPS.value < 0:
         raise InputError(f"--batches={BATCHES.value} must be at least 2 and --flip_steps={FLIP_STEPS.value} not negative")
-    settings, dataset, mesh, checkpoints = loop.open_run(workdir)
+    settings, dataset, _, mesh, checkpoints = loop.open_run(workdir)
+    assert dataset is not None
     if IMPL.value is not None:
         settings = config.with_impl(settings, IMPL.value)
     try:

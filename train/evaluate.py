@@ -55,15 +55,14 @@ def main() -> int:
     _check_flags()
     from train import evaluation, generate, harness
 
+    sources, reads, asks = _sources(), _reads(), _asks()
     if HF.value:
         where = pathlib.Path(HF.value)
         model = evaluation.open_directory(where, recipe=RECIPE.value, impl=IMPL.value, dtype=DTYPE.value)
     else:
         where = pathlib.Path(WORKDIR.value or "")
-        model = evaluation.open_workdir(where, at=STEP.value, recipe=RECIPE.value, impl=IMPL.value, ema=EMA.value)
-    sources = [source for given in DATA.value for source in given.split(",") if source]
-    reads = bool(sources or PROTOCOL.value or WINDOW.value is not None or STRIDE.value is not None)
-    asks = GENERATE.value is not None or bool(TASKS.value)
+        how = {"at": STEP.value, "recipe": RECIPE.value, "impl": IMPL.value, "ema": EMA.value}
+        model = evaluation.open_workdir(where, **how, own_data=not sources and (reads or not asks))
     result = dict(model.about)
     losses = []
     try:
@@ -75,6 +74,7 @@ def main() -> int:
             result |= {"val_loss": losses[0], "perplexity": cli.perplexity(losses[0])}
         if GENERATE.value is not None:
             how = {"max_tokens": MAX_TOKENS.value, "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "seed": SEED.value}
+            how |= {"bos": BOS.value}
             result["generation"] = generate.generate(model, GENERATE.value, **how)
         if TASKS.value:
             result["tasks"] = harness.run(model, TASKS.value, limit=LIMIT.value, batch_size=BATCH_SIZE.value or 8)
@@ -87,12 +87,40 @@ def main() -> int:
     return cli.DONE
 
 
+def _sources() -> list[str]:
+    return [source for given in DATA.value for source in given.split(",") if source]
+
+
+def _reads() -> bool:
+    """Text is read window by window."""
+    return bool(_sources() or PROTOCOL.value or WINDOW.value is not None or STRIDE.value is not None)
+
+
+def _asks() -> bool:
+    """The model is asked for text, or by a harness."""
+    return GENERATE.value is not None or bool(TASKS.value)
+
+
 def _check_flags() -> None:
     if bool(WORKDIR.value) == bool(HF.value):
         raise InputError("--workdir=DIR is missing, or --hf=DIR" if not HF.value else "--workdir and --hf exclude each other")
     for flag in (BATCH_SIZE, WINDOW, STRIDE, MAX_TOKENS):
         if flag.value is not None and flag.value < 1:
             raise InputError(f"--{flag.name}={flag.value} is not positive")
+    scores = _reads() or not _asks()
+    applies = {
+        "--hf": (HF.value, (DTYPE,)),
+        "--data": (_sources(), (PER_DOCUMENT, TEXT_KEY)),
+        "--data or --generate": (_sources() or GENERATE.value is not None, (BOS,)),
+        "--generate": (GENERATE.value is not None, (MAX_TOKENS, TEMPERATURE, TOP_K, SEED)),
+        "--tasks": (TASKS.value, (LIMIT,)),
+        "a loss": (scores, (STOCHASTIC,)),
+        "a loss or --tasks": (scores or TASKS.value, (BATCH_SIZE,)),
+    }
+    for needed, (given, flags_) in applies.items():
+        for flag in flags_:
+            if flag.value != flag.default and not given:
+                raise InputError(f"--{flag.name} applies to {needed}, which is not asked for")
     if HF.value and (STEP.value is not None or EMA.value):
         raise InputError("--step and --ema do not apply to --hf")
     if PROTOCOL.value and (WINDOW.value or STRIDE.value or PER_DOCUMENT.value or BOS.value == "yes"):

@@ -32,10 +32,19 @@ class Model(NamedTuple):
 
 
 def open_workdir(
-    workdir: pathlib.Path, *, at: int | None = None, recipe: str | None = None, impl: str | None = None, ema: bool = False
+    workdir: pathlib.Path,
+    *,
+    at: int | None = None,
+    recipe: str | None = None,
+    impl: str | None = None,
+    ema: bool = False,
+    own_data: bool = True,
 ) -> Model:
-    """Open a checkpoint of a run, the newest by default, in the numerics of its last step or in `recipe`."""
-    settings, dataset, mesh, checkpoints = loop.open_run(workdir)
+    """Open a checkpoint of a run, the newest by default, in the numerics of its last step or in `recipe`.
+
+    own_data=False: without the run's dataset, for other text.
+    """
+    settings, dataset, tokenizer, mesh, checkpoints = loop.open_run(workdir, own_data=own_data)
     if ema and not settings.optimizer.ema_decay:
         raise InputError(f"{workdir} has no averaged weights for --ema: it was trained with optimizer.ema_decay=0")
     if impl is not None:
@@ -50,7 +59,7 @@ def open_workdir(
     which = ", averaged weights" if ema else ""
     log.info("evaluating step %d of %s, trained in %s, in %s%s", at, workdir, run["recipe"], settings.recipe_name, which)
     about = {"step": at, "tokens": run["tokens"], "recipe": settings.recipe_name}
-    return Model(settings, mesh, state, dataset.tokenizer, about, dataset)
+    return Model(settings, mesh, state, tokenizer, about, dataset)
 
 
 def open_directory(directory: pathlib.Path, *, recipe: str | None, impl: str | None, dtype: str) -> Model:
@@ -148,11 +157,9 @@ def evaluate(model: Model, names: Sequence[str], options: Options) -> list[dict[
 
 def _read(model: Model, source: str, options: Options) -> tuple[perplexity.Text, dict[str, Any]]:
     """Return the streams of a source and what is reported of them."""
-    bos = model.tokenizer.bos if options.bos != "no" and not options.protocol else None
-    if options.bos == "yes" and bos is None and not options.protocol:
-        bos = model.tokenizer.bos_id
-    if options.bos == "yes" and bos is None:
-        raise InputError("--bos=yes: the tokenizer has no BOS, or the protocol has none")
+    if options.protocol and options.bos == "yes":
+        raise InputError(f"--bos=yes: --protocol={options.protocol} has no BOS")
+    bos = None if options.protocol else model.tokenizer.front(options.bos)
     if (pathlib.Path(source) / "manifest.json").exists() and source:
         return _read_prepared(model, pathlib.Path(source), options, bos)
     if source:

@@ -9,7 +9,6 @@ JSON object.
 """
 
 import importlib.metadata
-import json
 import logging
 import pathlib
 
@@ -43,9 +42,10 @@ def main() -> int:
         raise InputError(f"--shared_scales does not apply to --dtype={DTYPE.value}, which has no tensor scales: only to nvfp4")
     from models import huggingface, llama  # after the flags were read: importing jax takes seconds
     from train import loop, packing, step
+    from train import tokenizer as tokenizer_lib
 
     workdir, output = pathlib.Path(WORKDIR.value), pathlib.Path(OUTPUT.value)
-    settings, dataset, mesh, checkpoints = loop.open_run(workdir)
+    settings, _, tokenizer, mesh, checkpoints = loop.open_run(workdir, own_data=False)
     if EMA.value and not settings.optimizer.ema_decay:
         raise InputError(f"{workdir} has no averaged weights for --ema: it was trained with optimizer.ema_decay=0")
     at = checkpoints.latest() if STEP.value is None else STEP.value
@@ -60,21 +60,18 @@ def main() -> int:
         **result,
         "ema": EMA.value,
         "document_end": settings.model.document_end,
+        "bos": tokenizer.bos,
         "recipe_digest": settings.numerics.recipe.digest(),
         "state_checksum": run["state_checksum"],
         "versions": {name: importlib.metadata.version(name) for name in ("fp4jax", "jax", "safetensors")},
     }
     if choice is not None:
-        manifest |= {"shared_scales": shared, **packing.describe(settings, choice)}
+        manifest |= {**({"shared_scales": shared} if DTYPE.value == "nvfp4" else {}), **packing.describe(settings, choice)}
         result["packed"], result["kept"] = len(choice.casts), len(choice.kept)
         if DTYPE.value == "nvfp4" and not shared:
             log.info("q, k, v and gate, up have tensor scales of their own: vLLM needs --shared_scales (docs/checkpoints.md)")
-    tokenizer = dataset.tokenizer
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    more = {
-        "tokenizer.json": tokenizer.to_json(),
-        "tokenizer_config.json": json.dumps(tokenizer_config | tokenizer.special_names()),
-    }
+    if isinstance(tokenizer, tokenizer_lib.JsonTokenizer) and tokenizer.bos is None and tokenizer.prefix() is not None:
+        log.info("the run's documents had no BOS, its tokenizer.json puts one: elsewhere, pass add_special_tokens=False")
     try:
         huggingface.save(
             output,
@@ -85,7 +82,7 @@ def main() -> int:
             manifest=manifest,
             bos_id=tokenizer.bos_id,
             eos_id=tokenizer.eos_id,
-            more=more,
+            more=tokenizer_lib.to_files(tokenizer),
         )
     except ValueError as error:
         raise InputError(f"--output: {error}") from None

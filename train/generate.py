@@ -67,13 +67,15 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     keep: int | None = None,
+    bos: str = "auto",
 ) -> dict[str, Any]:
     """Return a prompt, its continuation and what it was drawn by, of a `train.evaluation.Model`.
 
-    The prompt begins with the tokenizer's BOS, if it has one; a token that ends a text ends the continuation and is not shown.
+    The prompt begins with the tokenizer's BOS, if it has one (bos: as `Tokenizer.front` takes it); a token that ends a text
+    ends the continuation and is not shown.
     keep: only so many of the prompt's last tokens are given to the model, beside BOS.
     """
-    front = [model.tokenizer.bos] if model.tokenizer.bos is not None else []
+    front = [] if (first := model.tokenizer.front(bos)) is None else [first]
     try:
         encoded = model.tokenizer.encode(prompt)
     except (TypeError, UnicodeEncodeError):

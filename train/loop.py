@@ -21,11 +21,13 @@ from jax.sharding import Mesh
 from fp4jax import stats
 from models import llama
 from train import config, data, diagnosis, memory, pretrained, processes, sharding, step
+from train import tokenizer as tokenizer_lib
 from train.checkpoint import Checkpoints, data_fingerprint, read_config
 from train.cli import StopRequest, lock_file
 from train.config import Settings
 from train.errors import InputError, write_whole
 from train.metrics import Metrics, Progress
+from train.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 PROFILED_STEPS = (3, 6)  # counted from the run's first step: compiled, warm
@@ -60,6 +62,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> tuple[data.Dataset, Me
                 if stored is None:  # an old one is rewritten once its checkpoint was read
                     write_json(workdir / "config.json", _config_json(settings, dataset))
                 write_json(workdir / "census.json", census)
+                for name, content in tokenizer_lib.to_files(dataset.tokenizer).items():
+                    write_text(workdir / name, content)
                 for phase, rows in zip(settings.schedule, later, strict=True):
                     write_json(workdir / f"census_from_step_{phase.start}.json", rows)
     return dataset, mesh, census
@@ -106,32 +110,44 @@ def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Write JSON data so that the file is either whole or not there; raises InputError where it cannot be written."""
+    """Write JSON data as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file so that it is either whole or not there; raises InputError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(value, indent=1) + "\n")
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"workdir {path.parent} cannot be written: {error}") from None
 
 
-def open_run(workdir: pathlib.Path) -> tuple[Settings, data.Dataset, Mesh, Checkpoints]:
-    """Return (settings, dataset, mesh over the devices here, checkpoints) of a training run, to look at it.
+def open_run(
+    workdir: pathlib.Path, *, own_data: bool = True
+) -> tuple[Settings, data.Dataset | None, Tokenizer, Mesh, Checkpoints]:
+    """Return (settings, dataset, tokenizer, mesh over the devices here, checkpoints) of a training run, to look at it.
 
-    Raises InputError where there is none, or its data changed; of prepared data the training split is not read for that.
+    own_data=False: without its dataset (None), which may be elsewhere. Raises InputError where there is no run, or its data
+    changed; of prepared data the training split is not read for that.
     """
     stored = read_config(workdir)
     if stored is None or not (workdir / "checkpoints").is_dir():
         raise InputError(f"{workdir} is not the workdir of a training run: no config.json with checkpoints/ beside it")
     settings, fingerprint = config.from_json_dict(stored), data_fingerprint(stored)
-    dataset = data.load(settings.data, splits=("val",))
-    if dataset.fingerprint != fingerprint:
-        raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
+    if own_data or not (workdir / "tokenizer.json").exists():  # runs of older versions have none
+        dataset = data.load(settings.data, splits=("val",))
+        tokenizer = dataset.tokenizer
+        if dataset.fingerprint != fingerprint:
+            raise InputError(f"the data of {workdir} changed: {fingerprint} ≠ {dataset.fingerprint}")
+    else:
+        dataset, tokenizer = None, tokenizer_lib.read_files(workdir)
     settings = dataclasses.replace(settings, mesh=sharding.over_all_devices(settings.model))
     mesh = sharding.make_mesh(settings.mesh)
     checkpoints = Checkpoints(workdir)
     if checkpoints.latest() is None:
         raise InputError(f"{workdir} has no checkpoint yet")
-    return settings, dataset, mesh, checkpoints
+    return settings, dataset, tokenizer, mesh, checkpoints
 
 
 class Run:

@@ -11,7 +11,9 @@ Shape key: B rows, T positions.
 """
 
 import itertools
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from train.cli import perplexity
 from train.errors import InputError
 from train.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 Figures = Callable[[np.ndarray, int], tuple[np.ndarray, ...]]  # (tokens_BT1, number of the first row) → arrays [B, T]
 
 
@@ -133,13 +136,16 @@ def score(
 
     The sums are exact before they are rounded, so they depend on nothing but the figures.
     """
-    sums, row = {}, 0
+    sums, row, said = {}, 0, time.monotonic()
     for numbers, batch in batches(pieces, batch_size=batch_size, equal=equal, document_end=document_end):
         values = [np.asarray(each, np.float64) for each in figures(batch["tokens"], row)]
         for i, number in enumerate(numbers):
             predicted = batch["mask"][i] > 0
             sums[number] = [math.fsum(each[i][predicted]) for each in values]
         row += len(numbers)
+        if time.monotonic() - said > 30:
+            said = time.monotonic()
+            log.info("%d of %d windows", row, len(pieces))
     return np.array([sums[number] for number in range(len(pieces))]).T
 
 

@@ -403,7 +403,8 @@ def _finish(plan: Plan, output: pathlib.Path, tokenizer: Tokenizer, pieces: list
         raise InputError(f"the {len(plan.files['train'])} files for training hold no text")
     if splits["val"]["tokens"] < 2:
         raise InputError(
-            f"no document is held out for validation with val_fraction={plan.val_fraction}, or val's files are empty"
+            f"no document is held out for validation with val_fraction={plan.val_fraction}, or val's files are empty: remove "
+            f"{output} and prepare with a larger --val_fraction, or with files for --val"
         )
     name = plan.tokenizer if isinstance(tokenizer, ByteTokenizer) or plan.tokenizer.startswith("bpe:") else None
     manifest = {
@@ -476,7 +477,7 @@ class _Bar:
     def __enter__(self) -> "_Bar":
         self._bar.start()
         if self._done:
-            log.info("%d of %d MB were done before", self._done // 10**6, self._total // 10**6)
+            log.info("%.1f of %.1f MB were done before", self._done / 1e6, self._total / 1e6)
         return self
 
     def __exit__(self, *_) -> None:
@@ -488,5 +489,5 @@ class _Bar:
         now = time.monotonic()
         if self._bar.disable and (now - self._logged > 10 or self._done == self._total):
             left = (now - self._begun) / max(self._done - self._first, 1) * (self._total - self._done)
-            log.info("%d of %d MB, %s tokens, ETA %.0f s", self._done // 10**6, self._total // 10**6, f"{tokens:,}", left)
+            log.info("%.1f of %.1f MB, %s tokens, ETA %.0f s", self._done / 1e6, self._total / 1e6, f"{tokens:,}", left)
             self._logged = now

@@ -134,4 +134,5 @@ def check_tokenizer(spec: str, data: pathlib.Path, manifest: dict[str, Any]) -> 
     given = tokenizer_lib.load(spec).id if is_file else None
     if given != made["id"] if is_file else spec not in ("", made["name"]):
         which = f"{spec}, id {given}" if is_file else spec
-        raise InputError(f"{data} was prepared with another tokenizer: {made['name']}, id {made['id']}, not {which}")
+        how = f"{data} was prepared with another tokenizer: {made['name']}, id {made['id']}, not {which}"
+        raise InputError(f"{how}; an empty --config.data.tokenizer= takes the data's")

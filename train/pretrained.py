@@ -32,9 +32,9 @@ SAMPLE = "In the beginning God created the heaven and the earth.\n\n“naïve”
 class Tokenizer(JsonTokenizer):
     """A directory's tokenizer.json.
 
-    bos: the id that its post-processor puts in front of a text; without one, that of tokenizer_config.json's bos_token where
-    add_bos_token is true; else None. eos: the ids that end a text, of tokenizer_config.json, config.json and
-    generation_config.json.
+    bos_id: what its post-processor puts in front of a text; without one, bos_token of tokenizer_config.json. bos: that same id
+    where add_bos_token there is true; where nothing is said, what the post-processor puts; else None. eos: the ids that end a
+    text, of tokenizer_config.json, config.json and generation_config.json.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -46,9 +46,9 @@ class Tokenizer(JsonTokenizer):
         except Exception as error:  # the library raises nothing more special
             raise InputError(f"{path} cannot be read: {error}") from None
         options = _json(directory / "tokenizer_config.json")
-        self.bos = self._prefix()
-        if self.bos is None and options.get("add_bos_token"):
-            self.bos = self._id_of(options.get("bos_token"))
+        prefix, added = self.prefix(), options.get("add_bos_token")
+        self.bos_id = self._id_of(options.get("bos_token")) if prefix is None else prefix
+        self.bos = prefix if added is None else self.bos_id if added else None
         ends = [
             token
             for found in (self._id_of(options.get("eos_token")), *(_json(directory / f).get("eos_token_id") for f in _CONFIGS))
@@ -58,10 +58,6 @@ class Tokenizer(JsonTokenizer):
         if not all(isinstance(token, int) and token >= 0 for token in ends):
             raise InputError(f"{directory}: eos_token_id {ends} holds something that is no token id")
         self.eos = frozenset(ends)
-
-    def _prefix(self) -> int | None:
-        special, plain = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-        return special[0] if plain and special[1 : 1 + len(plain)] == plain else None
 
     def _id_of(self, token: Any) -> int | None:
         content = token.get("content") if isinstance(token, dict) else token
@@ -111,7 +107,7 @@ def check(settings: Settings, tokenizer: tokenizer_lib.Tokenizer) -> None:
     if how := different_ids(Tokenizer(directory), tokenizer):
         raise InputError(
             f"train.initial_weights={directory} knows other token ids than "
-            f"data.tokenizer={settings.data.tokenizer!r} gives: {how}"
+            f"data.tokenizer={settings.data.tokenizer!r} gives: {how}; its own are in {directory / 'tokenizer.json'}"
         )
 
 

@@ -76,6 +76,13 @@ class Tokenizer:
         """Return "bos_token" and "eos_token" as a tokenizer_config.json names them."""
         return {}
 
+    def front(self, choice: str = "auto") -> int | None:
+        """Return what stands in front of a text: `bos` ("auto"), `bos` or else bos_id ("yes"), or nothing ("no")."""
+        found = {"auto": self.bos, "yes": self.bos_id if self.bos is None else self.bos, "no": None}[choice]
+        if choice == "yes" and found is None:
+            raise InputError("--bos=yes: the tokenizer has no BOS")
+        return found
+
 
 class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte, and with `end` a 257th for the end of a document."""
@@ -141,6 +148,31 @@ class JsonTokenizer(Tokenizer):
     def special_names(self) -> dict[str, str]:
         return dict(self._special)
 
+    def prefix(self) -> int | None:
+        """Return the id that the post-processor of tokenizer.json puts in front of a text, None for nothing."""
+        special, plain = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+        return special[0] if plain and special[1 : 1 + len(plain)] == plain else None
+
+
+def to_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return {name: content} of the files that describe a tokenizer to transformers and to `read_files`, its `bos` included."""
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {**tokenizer.special_names(), "add_bos_token": tokenizer.bos is not None}
+    return {"tokenizer.json": tokenizer.to_json(), "tokenizer_config.json": json.dumps(options)}
+
+
+def read_files(directory: pathlib.Path) -> JsonTokenizer:
+    """Return the tokenizer that `to_files` described; raises InputError where it cannot be read."""
+    path = directory / "tokenizer.json"
+    try:
+        options = json.loads((directory / "tokenizer_config.json").read_text())
+        special = {name: options[name] for name in ("bos_token", "eos_token") if name in options}
+        tokenizer = JsonTokenizer(path.read_text(encoding="utf-8"), special)
+        tokenizer.bos = tokenizer.bos_id if options["add_bos_token"] else None
+    except Exception as error:  # the library raises no narrower class
+        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return tokenizer
+
 
 def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     """Return the dtype in which ids are stored: uint16 if it holds them, else uint32."""
@@ -167,7 +199,7 @@ def load(spec: str) -> Tokenizer:
     if spec in ("bytes", "bytes+eos"):
         return ByteTokenizer(end=spec == "bytes+eos")
     if not pathlib.Path(spec).is_file():
-        raise InputError(f"tokenizer={spec!r} is neither bytes, bytes+eos, bpe:N, bpe:N+eos nor a file")
+        raise InputError(f"tokenizer={spec!r} is neither bytes, bytes+eos, bpe:N, bpe:N+eos nor a file, as DIR/tokenizer.json")
     return _load_file(spec, pathlib.Path(spec).stat().st_mtime_ns)
 
 
