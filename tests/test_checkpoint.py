@@ -1,6 +1,7 @@
 """Checkpoints: exact round trips, also to another mesh; what they say and how many stay. Damage is in faults/test_damage.py."""
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,21 @@ def test_another_mesh_restores_the_same_bits(saved, mesh):
     jax.tree.map(np.testing.assert_array_equal, leaves(here), leaves(there))
     wanted = jax.tree.leaves(step.abstract_state(other, sharding.make_mesh(other.mesh)))
     assert [x.sharding for x in jax.tree.leaves(there)] == [x.sharding for x in wanted]
+
+
+def test_arrays_of_another_dtype_or_shape_are_refused_and_neither_cast_nor_cut(saved, tmp_path, monkeypatch):
+    s, workdir = saved
+    state, run = restore(s, workdir)
+    kernel = state.params["lm_head"]["kernel"]
+    changes = {"bfloat16 (64, 256)": kernel.astype("bfloat16"), "float32 (64, 128)": kernel[:, :128]}
+    for i, (name, changed) in enumerate(changes.items()):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "checksum", lambda _: run["state_checksum"])
+            checkpoints = checkpoint.Checkpoints(tmp_path / str(i))
+            checkpoints.save(run["step"], state._replace(params={**state.params, "lm_head": {"kernel": changed}}), run)
+            checkpoints.close()
+            with pytest.raises(InputError, match=rf"params/lm_head/kernel is {re.escape(name)} there and float32 \(64, 256\)"):
+                restore(s, tmp_path / str(i))
 
 
 def test_a_step_that_is_not_there(saved):

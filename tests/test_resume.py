@@ -3,7 +3,11 @@
 import json
 import shutil
 
+import numpy as np
+import pytest
 from helpers import NoStop, rows, settings, share_programs, train, write_corpus
+
+from train import sharding
 
 
 def test_a_longer_run_cuts_the_rows_after_its_checkpoint(tmp_path, monkeypatch):
@@ -58,3 +62,29 @@ def test_muon_and_an_average_of_the_weights_continue_bit_for_bit(tmp_path, monke
     last = rows(tmp_path / "run")[-1]
     assert last.keys() == {"step", "tokens", "val_loss", "val_loss_ema"}
     assert last["val_loss_ema"] != last["val_loss"]
+
+
+@pytest.mark.parametrize("meshes", [((1, 8), (2, 2), (1, 1)), ((4, 2), (2, 1), (1, 4))], ids=["8 4 1", "8 2 4"])
+def test_a_run_moves_from_mesh_to_mesh_and_takes_every_example_once(tmp_path, monkeypatch, meshes):
+    """Meshes are data × fsdp; against a run on one device from beginning to end."""
+    share_programs(monkeypatch)
+    corpus, taken = write_corpus(tmp_path), []
+    changes = {"quant__recipe": "none", "train__checkpoint_every": 2, "train__eval_every": 3, "optimizer__decay_steps": 7}
+    real = sharding.put_rows
+
+    def put(mesh, rows_BT1, size):
+        taken.append(np.asarray(rows_BT1).tobytes())
+        return real(mesh, rows_BT1, size)
+
+    monkeypatch.setattr(sharding, "put_rows", put)
+    train(settings(corpus, train__steps=7, **changes), tmp_path / "whole")
+    whole, expected = rows(tmp_path / "whole"), list(taken)
+    taken.clear()
+    for steps, (data, fsdp) in zip((3, 5, 7), meshes, strict=True):
+        train(settings(corpus, train__steps=steps, mesh__data=data, mesh__fsdp=fsdp, **changes), tmp_path / "run")
+    assert len(set(expected)) == len(expected)
+    assert taken == expected
+    found = [row for row in rows(tmp_path / "run") if "train_loss" in row]
+    for row, want in zip(found, [row for row in whole if "train_loss" in row], strict=True):
+        assert row["train_loss"] == pytest.approx(want["train_loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)

@@ -15,6 +15,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from train import processes
@@ -83,6 +85,10 @@ class Checkpoints:
         arrays, record = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
         with processes.together():  # by the handlers: the manager waits for all processes, and one may not be able to read
             try:
+                stored, wanted = _arrays(arrays.metadata(item / "state").tree), _arrays(_item(abstract))
+                for name in stored.keys() & wanted.keys():
+                    if stored[name] != wanted[name]:  # orbax would cast, or cut
+                        raise ValueError(f"{name} is {stored[name]} there and {wanted[name]} in this run")
                 with drained_loops():
                     parts = arrays.restore(item / "state", args=ocp.args.StandardRestore(_item(abstract)))
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
@@ -130,6 +136,13 @@ def _item(state: TrainState) -> dict[str, Any]:
     Orbax stores an empty dict as a node of the tree, and refuses to restore a tree that has one more.
     """
     return {name: part for name, part in state._asdict().items() if name not in OPTIONAL or part}
+
+
+def _arrays(tree: Any) -> dict[str, str]:
+    """Return {path: "float32 (64, 128)"} of arrays, or of what describes them."""
+    keys = lambda path: (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in path)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(map(str, keys(path))): f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}" for path, leaf in leaves}
 
 
 class _DrainedLoop(asyncio.SelectorEventLoop):
