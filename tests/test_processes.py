@@ -61,6 +61,7 @@ def test_processes_with_different_configs_are_refused_together(corpus, tmp_path)
         ({"coordinator": "host", "processes": 2, "process": 0}, "is not HOST:PORT"),
         ({"coordinator": "host:1", "processes": 2, "process": 2}, "--process=2 is not in"),
         ({"coordinator": "host:1", "processes": 2, "process": 0, "heartbeat_s": 0}, "below one second"),
+        ({"coordinator": "host:1", "processes": 2, "process": 0, "join_s": 0}, "join_timeout=0 is below one second"),
         ({"cluster": "slurm"}, "--cluster=slurm cannot join the run"),
     ],
 )

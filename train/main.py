@@ -23,6 +23,7 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "Many processes by hand: 
 PROCESSES = flags.DEFINE_integer("processes", None, "With --coordinator: how many processes the run has.")
 PROCESS = flags.DEFINE_integer("process", None, "With --coordinator: the number of this one, from 0.")
 HEARTBEAT = flags.DEFINE_integer("heartbeat", 30, "Seconds of silence after which a process counts as lost.")
+JOIN = flags.DEFINE_integer("join_timeout", 300, "Seconds in which all processes have to be there.")
 
 
 def main() -> int:
@@ -36,6 +37,7 @@ def main() -> int:
         processes=PROCESSES.value,
         process=PROCESS.value,
         heartbeat_s=HEARTBEAT.value,
+        join_s=JOIN.value,
     )
     settings = config.resolve(CONFIG.value)
     workdir = pathlib.Path(WORKDIR.value or cli.default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))

@@ -28,11 +28,13 @@ def start(
     processes: int | None = None,
     process: int | None = None,
     heartbeat_s: int = 30,
+    join_s: int = 300,
 ) -> None:
     """Join the other processes, by what the cluster's environment says or by address and numbers; with neither, do nothing.
 
     To be called before anything touches a device. coordinator: HOST:PORT of process 0, reachable from all. heartbeat_s: seconds
-    of silence after which a process counts as lost, and the others end. Raises InputError for a call that cannot work.
+    of silence after which a process counts as lost, and the others end. join_s: seconds to wait until all are there. Raises
+    InputError for a call that cannot work.
     """
     explicit = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     given = [name for name, value in explicit.items() if value is not None]
@@ -52,14 +54,16 @@ def start(
             raise InputError(f"--coordinator={coordinator!r} is not HOST:PORT")
         if not 0 <= process < processes:
             raise InputError(f"--process={process} is not in [0, --processes={processes})")
-    if heartbeat_s < 1:
-        raise InputError(f"--heartbeat={heartbeat_s} is below one second")
+    for name, seconds in {"--heartbeat": heartbeat_s, "--join_timeout": join_s}.items():
+        if seconds < 1:
+            raise InputError(f"{name}={seconds} is below one second")
     try:
         jax.distributed.initialize(
             coordinator,
             processes,
             process,
             cluster_detection_method=cluster or "deactivate",
+            initialization_timeout=join_s,
             heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=2 * heartbeat_s,
         )

@@ -109,7 +109,9 @@ class Start:
         self.processes = []
         for i in range(count):
             (directory / f"phase.{i}").write_text("start-up    ")
-            joined = [f"--coordinator={address}", f"--processes={count}", f"--process={i}"] if count > 1 else []
+            joined = (
+                [f"--coordinator={address}", f"--processes={count}", f"--process={i}", "--join_timeout=40"] if count > 1 else []
+            )
             with open(directory / f"stdout.{i}", "w") as out, open(directory / f"stderr.{i}", "w") as err:
                 command = [sys.executable, __file__, "child", str(directory), str(i), *arguments, *joined]
                 self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err))
@@ -233,6 +235,10 @@ def soak(directory, *, kills, count, seed):
         wrong += [f"kill {i + 1}: {line}" for line in start.complaints()]
         table[found, number] += 1
         print(f"{i + 1:3d} {number.name} {found:10s} at step {steps_done(here / 'run'):4d}  exit codes {codes}", flush=True)
+        for process, code in enumerate(codes if count > 1 else ()):
+            if code != -9:
+                said = (here / f"stderr.{process}").read_text().strip().splitlines()
+                print(f"      process {process}, {code}: {said[-1] if said else ''}", flush=True)
     end = Start(here, arguments["killed"], count, cache=directory / "cache")
     codes = end.wait()
     wrong += [] if codes == [0] * count else [f"the last start ended with {codes}"]
