@@ -69,6 +69,10 @@ def run(main: Callable[[], int]) -> None:
     sys.exit(code)
 
 
+# What exchanges between processes fail with, also as a ValueError, and as the reason of a save that waited for the others.
+_UNREACHABLE = re.compile("Gloo|NCCL|RCCL|[Cc]oordination|[Bb]arrier")
+
+
 def _is_one_of_many() -> bool:
     jax = sys.modules.get("jax")  # imported only after the flags were read
     return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
@@ -82,8 +86,9 @@ def _leave(error: Exception) -> NoReturn:
     """
     import jax
 
-    who = f"process {jax.process_index()} of {jax.process_count()} ends: " if _is_one_of_many() else ""
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    many = _is_one_of_many()
+    who = f"process {jax.process_index()} of {jax.process_count()} ends: " if many else ""
+    if isinstance(error, jax.errors.JaxRuntimeError) or (many and _UNREACHABLE.search(str(error))):
         lines, code = str(error).splitlines(), LOST
         print(f"error: {who}another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
     elif isinstance(error, StorageError):

@@ -56,5 +56,11 @@ def test_a_process_that_cannot_write_its_part_says_so_and_leaves(capsys, monkeyp
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     cli._leave(StorageError("run/checkpoints/4 cannot be written: disk full"))
-    assert left == [cli.STORAGE]
+    assert left.pop() == cli.STORAGE
     assert capsys.readouterr().err == "error: process 0 of 2 ends: run/checkpoints/4 cannot be written: disk full\n"
+    reason = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:1: Connection reset by peer"
+    for error in (StorageError(f"run/checkpoints/4 cannot be written: ValueError: {reason}"), ValueError(reason)):
+        cli._leave(error)  # the other process is what is missing, not the disk
+        assert left.pop() == cli.LOST
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: process 0 of 2 ends: another process was lost, or cannot be reached (")
