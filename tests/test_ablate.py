@@ -140,14 +140,20 @@ def test_contrasts_are_paired_between_rows(tmp_path):
     c.ablate.update(rows=("fp8_current", "mxfp4", "mxfp4_h16"), seeds=(0, 1), perturbed=(), horizons=())
     c.ablate.contrasts = (("mxfp4_h16", "mxfp4"),)
     losses = {"fp8_current": (1.0, 2.0), "mxfp4": (1.5, 2.6), "mxfp4_h16": (1.4, 2.3)}
+    plain = {**losses, "mxfp4": (1.4, 2.4)}
     for cell in grid.cells(c.ablate):
-        result = {"val_loss": losses[cell.label][cell.seed], "val_loss_unquantized": 1.0, "diverged": None}
+        result = {
+            "val_loss": losses[cell.label][cell.seed],
+            "val_loss_unquantized": plain[cell.label][cell.seed],
+            "diverged": None,
+        }
         loop.write_json(tmp_path / cell.path / "result.json", result)
         (tmp_path / cell.path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "val_loss": 2.0, "grad_norm": 1.0}\n')
     ablation_report.write(tmp_path, c, grid.cells(c.ablate), tmp_path / "report")
     (contrast,) = json.loads((tmp_path / "report" / "results.json").read_text())["contrasts"]
     assert (contrast["row"], contrast["other"], contrast["seeds"]) == ("mxfp4_h16", "mxfp4", 2)
     assert contrast["mean"] == pytest.approx(-0.2)
+    assert contrast["unquantized"]["mean"] == pytest.approx(-0.05)
     assert contrast["p"] == pytest.approx(2 * stats.t.sf(2.0, 1))
     assert "| mxfp4_h16 | mxfp4 | -0.2000 (-1.4706 to +1.0706) | 0.295 | 2 |" in (tmp_path / "report" / "report.md").read_text()
 

@@ -39,7 +39,7 @@ def write(workdir: pathlib.Path, config: Any, cells: list[grid.Cell], directory:
     loop.write_json(directory / "results.json", results)
     tables = [page.Table("", _columns(results), _table(results))]
     if results["contrasts"]:
-        columns = ("recipe", "−", "difference (95 %)", "p", "seeds", "seeds to resolve it")
+        columns = ("recipe", "−", "difference (95 %)", "p", "seeds", "seeds to resolve it", "unquantized forward")
         tables.append(page.Table("Contrasts, paired within seeds", columns, _contrasts(results)))
     items = [*tables, *_figures(workdir, cells, directory)]
     path = page.write(directory, "Ablation", _notes(results), items, shown)
@@ -63,6 +63,9 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
         values = {seed: done[cell][key] for seed, cell in of(label, arm).items()}
         return {seed: value for seed, value in values.items() if value is not None}
 
+    def paired_unquantized(row: str, other: str) -> Estimate:
+        return statistics.paired(losses(row, "val_loss_unquantized"), losses(other, "val_loss_unquantized"))
+
     baseline = section.baseline
     slopes = _slopes(done, curves, baseline)
     s = float(np.mean(list(slopes.values()))) if slopes else math.nan
@@ -83,9 +86,7 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
             "val_losses": losses(label),
             "val_loss": statistics.estimate(list(losses(label).values()))._asdict(),
             "difference": difference._asdict(),
-            "difference_unquantized": statistics.paired(
-                losses(label, "val_loss_unquantized"), losses(baseline, "val_loss_unquantized")
-            )._asdict(),
+            "difference_unquantized": paired_unquantized(label, baseline)._asdict(),
             "overhead_iso_loss": _overhead(difference, s),
             "extrapolated": difference.mean > statistics.EXTRAPOLATION,
             "overhead_crossing": statistics.estimate(reached)._asdict(),
@@ -104,6 +105,7 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     }
     contrasts = [
         {"row": row, "other": other, **(difference := statistics.paired(losses(row), losses(other)))._asdict()}
+        | {"unquantized": paired_unquantized(row, other)._asdict()}
         | {"p": statistics.p_value(difference), "seeds_needed": statistics.seeds_needed(difference.deviation, difference.mean)}
         for row, other in section.contrasts
     ]
@@ -290,7 +292,15 @@ def _time_to_target(results: dict[str, Any], row: dict[str, Any]) -> str:
 def _contrasts(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the table of contrasts."""
     return [
-        (c["row"], c["other"], _interval(c), _number(c["p"], "{:.3f}"), str(c["seeds"]), str(c["seeds_needed"] or "–"))
+        (
+            c["row"],
+            c["other"],
+            _interval(c),
+            _number(c["p"], "{:.3f}"),
+            str(c["seeds"]),
+            str(c["seeds_needed"] or "–"),
+            _interval(c["unquantized"]),
+        )
         for c in results["contrasts"]
     ]
 
