@@ -63,8 +63,8 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
         values = {seed: done[cell][key] for seed, cell in of(label, arm).items()}
         return {seed: value for seed, value in values.items() if value is not None}
 
-    def paired_unquantized(row: str, other: str) -> Estimate:
-        return statistics.paired(losses(row, "val_loss_unquantized"), losses(other, "val_loss_unquantized"))
+    def paired(row: str, other: str, key: str = "val_loss") -> Estimate:
+        return statistics.paired(losses(row, key), losses(other, key))
 
     baseline = section.baseline
     slopes = _slopes(done, curves, baseline)
@@ -73,7 +73,7 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
     rates = {label: _rate([row for cell in of(label).values() for row in logged[cell]]) for label in labels}
     rows = {}
     for label in labels:
-        difference = statistics.paired(losses(label), losses(baseline))
+        difference = paired(label, baseline)
         crossings = {
             seed: statistics.crossing_overhead(curves[cell], curves[of(baseline)[seed]], CROSSING_SHARE, target)
             for seed, cell in of(label).items()
@@ -86,7 +86,7 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
             "val_losses": losses(label),
             "val_loss": statistics.estimate(list(losses(label).values()))._asdict(),
             "difference": difference._asdict(),
-            "difference_unquantized": paired_unquantized(label, baseline)._asdict(),
+            "difference_unquantized": paired(label, baseline, "val_loss_unquantized")._asdict(),
             "overhead_iso_loss": _overhead(difference, s),
             "extrapolated": difference.mean > statistics.EXTRAPOLATION,
             "overhead_crossing": statistics.estimate(reached)._asdict(),
@@ -104,8 +104,8 @@ def analyse(workdir: pathlib.Path, section: Any, cells: list[grid.Cell], *, targ
         for label in section.perturbed
     }
     contrasts = [
-        {"row": row, "other": other, **(difference := statistics.paired(losses(row), losses(other)))._asdict()}
-        | {"unquantized": paired_unquantized(row, other)._asdict()}
+        {"row": row, "other": other, **(difference := paired(row, other))._asdict()}
+        | {"unquantized": paired(row, other, "val_loss_unquantized")._asdict()}
         | {"p": statistics.p_value(difference), "seeds_needed": statistics.seeds_needed(difference.deviation, difference.mean)}
         for row, other in section.contrasts
     ]

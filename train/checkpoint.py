@@ -140,9 +140,10 @@ def _item(state: TrainState) -> dict[str, Any]:
 
 def _arrays(tree: Any) -> dict[str, str]:
     """Return {path: "float32 (64, 128)"} of arrays, or of what describes them."""
-    keys = lambda path: (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in path)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(map(str, keys(path))): f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}" for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 class _DrainedLoop(asyncio.SelectorEventLoop):

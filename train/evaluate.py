@@ -74,8 +74,7 @@ def main() -> int:
             result |= {"val_loss": losses[0], "perplexity": cli.perplexity(losses[0])}
         if GENERATE.value is not None:
             how = {"max_tokens": MAX_TOKENS.value, "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "seed": SEED.value}
-            how |= {"bos": BOS.value}
-            result["generation"] = generate.generate(model, GENERATE.value, **how)
+            result["generation"] = generate.generate(model, GENERATE.value, bos=BOS.value, **how)
         if TASKS.value:
             result["tasks"] = harness.run(model, TASKS.value, limit=LIMIT.value, batch_size=BATCH_SIZE.value or 8)
     except ValueError as error:

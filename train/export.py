@@ -66,11 +66,13 @@ def main() -> int:
         "versions": {name: importlib.metadata.version(name) for name in ("fp4jax", "jax", "safetensors")},
     }
     if choice is not None:
-        manifest |= {**({"shared_scales": shared} if DTYPE.value == "nvfp4" else {}), **packing.describe(settings, choice)}
+        manifest |= packing.describe(settings, choice)
         result["packed"], result["kept"] = len(choice.casts), len(choice.kept)
-        if DTYPE.value == "nvfp4" and not shared:
+    if DTYPE.value == "nvfp4":
+        manifest["shared_scales"] = shared
+        if not shared:
             log.info("q, k, v and gate, up have tensor scales of their own: vLLM needs --shared_scales (docs/checkpoints.md)")
-    if isinstance(tokenizer, tokenizer_lib.JsonTokenizer) and tokenizer.bos is None and tokenizer.prefix() is not None:
+    if tokenizer.bos is None and tokenizer.prefix() is not None:
         log.info("the run's documents had no BOS, its tokenizer.json puts one: elsewhere, pass add_special_tokens=False")
     try:
         huggingface.save(

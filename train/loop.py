@@ -27,7 +27,6 @@ from train.cli import StopRequest, lock_file
 from train.config import Settings
 from train.errors import InputError, write_whole
 from train.metrics import Metrics, Progress
-from train.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 PROFILED_STEPS = (3, 6)  # counted from the run's first step: compiled, warm
@@ -125,7 +124,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def open_run(
     workdir: pathlib.Path, *, own_data: bool = True
-) -> tuple[Settings, data.Dataset | None, Tokenizer, Mesh, Checkpoints]:
+) -> tuple[Settings, data.Dataset | None, tokenizer_lib.Tokenizer, Mesh, Checkpoints]:
     """Return (settings, dataset, tokenizer, mesh over the devices here, checkpoints) of a training run, to look at it.
 
     own_data=False: without its dataset (None), which may be elsewhere. Raises InputError where there is no run, or its data

@@ -241,7 +241,7 @@ def state_shardings(mesh: AnyMesh, state: Any) -> Any:
     """
 
     def place(path, leaf):
-        keys = [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
+        keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if leaf.ndim == 0 or keys[0] in ("history", "seed", "recent") or keys[-1] == "ns_coeffs":
             return NamedSharding(mesh, PartitionSpec())
         axes = PARAM_AXES["/".join(keys[-2:])]

@@ -76,6 +76,10 @@ class Tokenizer:
         """Return "bos_token" and "eos_token" as a tokenizer_config.json names them."""
         return {}
 
+    def prefix(self) -> int | None:
+        """Return the id that `to_json` says is put in front of a text, None for nothing."""
+        return None
+
     def front(self, choice: str = "auto") -> int | None:
         """Return what stands in front of a text: `bos` ("auto"), `bos` or else bos_id ("yes"), or nothing ("no")."""
         found = {"auto": self.bos, "yes": self.bos_id if self.bos is None else self.bos, "no": None}[choice]
@@ -149,7 +153,6 @@ class JsonTokenizer(Tokenizer):
         return dict(self._special)
 
     def prefix(self) -> int | None:
-        """Return the id that the post-processor of tokenizer.json puts in front of a text, None for nothing."""
         special, plain = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
         return special[0] if plain and special[1 : 1 + len(plain)] == plain else None
 

@@ -109,11 +109,10 @@ class Start:
         self.processes = []
         for i in range(count):
             (directory / f"phase.{i}").write_text("start-up    ")
-            joined = (
-                [f"--coordinator={address}", f"--processes={count}", f"--process={i}", "--join_timeout=40"] if count > 1 else []
-            )
+            joined = [f"--coordinator={address}", f"--processes={count}", f"--process={i}", "--join_timeout=40"]
+            its_own = [*arguments, *joined] if count > 1 else arguments
             with open(directory / f"stdout.{i}", "w") as out, open(directory / f"stderr.{i}", "w") as err:
-                command = [sys.executable, __file__, "child", str(directory), str(i), *arguments, *joined]
+                command = [sys.executable, __file__, "child", str(directory), str(i), *its_own]
                 self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err))
 
     def phase(self):
