@@ -88,7 +88,8 @@ def _leave(error: Exception) -> NoReturn:
 
     many = _is_one_of_many()
     who = f"process {jax.process_index()} of {jax.process_count()} ends: " if many else ""
-    if isinstance(error, jax.errors.JaxRuntimeError) or (many and _UNREACHABLE.search(str(error))):
+    reason = str(error).rpartition("cannot be written: ")[2]  # a StorageError's, without the path, whatever that is called
+    if isinstance(error, jax.errors.JaxRuntimeError) or (many and _UNREACHABLE.search(reason)):
         lines, code = str(error).splitlines(), LOST
         print(f"error: {who}another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
     elif isinstance(error, StorageError):

@@ -55,9 +55,10 @@ def test_a_process_that_cannot_write_its_part_says_so_and_leaves(capsys, monkeyp
     monkeypatch.setattr(cli.os, "_exit", left.append)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    cli._leave(StorageError("run/checkpoints/4 cannot be written: disk full"))
-    assert left.pop() == cli.STORAGE
-    assert capsys.readouterr().err == "error: process 0 of 2 ends: run/checkpoints/4 cannot be written: disk full\n"
+    for path in ("run/checkpoints/4", "NCCL_barrier/checkpoints/4"):
+        cli._leave(StorageError(f"{path} cannot be written: disk full"))
+        assert left.pop() == cli.STORAGE
+        assert capsys.readouterr().err == f"error: process 0 of 2 ends: {path} cannot be written: disk full\n"
     reason = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:1: Connection reset by peer"
     for error in (StorageError(f"run/checkpoints/4 cannot be written: ValueError: {reason}"), ValueError(reason)):
         cli._leave(error)  # the other process is what is missing, not the disk
