@@ -85,11 +85,11 @@ class Checkpoints:
         arrays, record = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
         with processes.together():  # by the handlers: the manager waits for all processes, and one may not be able to read
             try:
-                stored, wanted = _arrays(arrays.metadata(item / "state").tree), _arrays(_item(abstract))
-                for name in stored.keys() & wanted.keys():
-                    if stored[name] != wanted[name]:  # orbax would cast, or cut
-                        raise ValueError(f"{name} is {stored[name]} there and {wanted[name]} in this run")
                 with drained_loops():
+                    stored, wanted = _arrays(arrays.metadata(item / "state").tree), _arrays(_item(abstract))
+                    for name in stored.keys() & wanted.keys():
+                        if stored[name] != wanted[name]:  # orbax would cast, or cut
+                            raise ValueError(f"{name} is {stored[name]} there and {wanted[name]} in this run")
                     parts = arrays.restore(item / "state", args=ocp.args.StandardRestore(_item(abstract)))
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
             except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
