@@ -193,7 +193,7 @@ def lower_mlperf(mesh: dict[str, int], arch: str = "gfx950") -> dict[str, Any]:
     on: Any = sharding.abstract_mesh(settings.mesh, math.prod(mesh.values()))
     start = time.perf_counter()
     with triton_call.assume_target(arch):
-        rows = settings.train.batch_size // settings.train.accumulation
+        rows = settings.train.microbatch
         sharding.check(on, settings.model, settings.numerics, microbatch=rows, seq_len=settings.data.seq_len)
         tokens = jax.ShapeDtypeStruct((settings.train.batch_size, settings.data.seq_len + 1), jnp.int32)
         train_step: Any = step.make_train_step(settings, on)

@@ -99,6 +99,8 @@ class LlamaConfig:
                 raise ValueError(f"{name}={value!r} is not {field.type}")
             if name in _CHOICES and value not in _CHOICES[name]:
                 raise ValueError(f"{name}={value!r} is not one of {_CHOICES[name]}")
+            if field.type is int and value >= 2**31:
+                raise ValueError(f"{name}={value} is not below 2^31")
             if (
                 name != "document_end"
                 and field.type in (int, float)

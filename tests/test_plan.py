@@ -207,14 +207,14 @@ def test_weights_of_kernels_travel_as_codes():
 
 
 def test_time_adds_up_kernels_and_hides_the_links():
-    device = devices.Device("test", {"bf16": 1e12, "fp8": 2e12, "fp4": 4e12}, 1e9, 1e30, 1e6)
+    device = devices.Device("test", "sm_100", {"bf16": 1e12, "fp8": 2e12, "fp4": 4e12}, 1e9, 1e30, 1e6)
     one = {recipe: small(recipe) for recipe in ("mxfp4", "fp8_current", "bf16")}
     mesh = sharding.abstract_mesh(one["bf16"].mesh, 1)
     times = {name: estimate.time(s, mesh, device, 0.5).chip for name, s in one.items()}
     flops = estimate.flops(one["mxfp4"], mesh)
     assert times["mxfp4"] == pytest.approx(flops["fp4"] / 2e12 + flops["bf16"] / 0.5e12)
     assert times["fp8_current"] - times["mxfp4"] == pytest.approx(flops["fp4"] / 2e12)
-    without = devices.Device("old", {"bf16": 1e12}, 1e9, 1e30, 1e6)
+    without = devices.Device("old", "sm_90", {"bf16": 1e12}, 1e9, 1e30, 1e6)
     assert estimate.time(one["mxfp4"], mesh, without, 0.5).chip == pytest.approx(times["bf16"])
     sharded = small("mxfp4", mesh__fsdp=4)
     time = estimate.time(sharded, sharding.abstract_mesh(sharded.mesh, 4), device, 1.0)

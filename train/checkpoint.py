@@ -8,10 +8,12 @@ holds a checksum of the state and one of itself, since the storage checks neithe
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,10 @@ from train.step import TrainState, checksum
 
 OPTIONAL = ("ema", "recent")
 VERSIONS = ("fp4jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+class Unavailable(InputError):
+    """A checkpoint that could not be read for a reason that is not in it: memory, permissions, a network."""
 
 
 class Checkpoints:
@@ -78,7 +84,10 @@ class Checkpoints:
             self.wait()
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Return (state, run) of a step, placed as `abstract` says; raises InputError when it cannot be read."""
+        """Return (state, run) of a step, placed as `abstract` says.
+
+        Raises InputError when it cannot be read, on the processes for which that may pass Unavailable.
+        """
         if step not in self._manager.all_steps():
             raise InputError(f"no checkpoint of step {step} in {self.path}: there are {self.steps()}")
         item: Any = self.path.absolute() / str(step)
@@ -93,10 +102,11 @@ class Checkpoints:
                     parts = arrays.restore(item / "state", args=ocp.args.StandardRestore(_item(abstract)))
                 run = record.restore(item / "run", args=ocp.args.JsonRestore())
             except Exception as error:  # orbax 0.12.8 raises a bare Exception for arrays, AttributeError for its metadata
-                raise InputError(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
+                kind = Unavailable if _is_passing(error) else InputError
+                raise kind(f"checkpoint {self.path / str(step)} cannot be read: {_first_line(error)}") from None
+            if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
+                raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         state = TrainState(**{name: {} for name in OPTIONAL} | parts)
-        if not isinstance(run, dict) or run.get("step") != step or run.get("checksum") != _checksum(run):
-            raise InputError(f"checkpoint {self.path / str(step)} is damaged: run/metadata does not match its checksum")
         if run["state_checksum"] != int(checksum(state)):
             raise InputError(f"checkpoint {self.path / str(step)} is damaged: the arrays do not match their checksum")
         return state, run
@@ -128,6 +138,18 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # tensorstore raises ValueError, with the path and then the reason
             reason = _first_line(error, limit=None).rpartition('": ')[2]
             raise StorageError(f"{self._saving} cannot be written: {reason}") from error
+
+
+_PASSING = {errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EINTR}
+_PASSING |= {errno.EAGAIN, errno.EBUSY, errno.ENODEV, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+_PASSING_TEXT = re.compile("RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED|out of memory", re.IGNORECASE)
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Return whether an error says nothing of the file that was read; a read error of the medium (EIO) does."""
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    return isinstance(error, MemoryError) or bool(_PASSING_TEXT.search(_first_line(error, limit=None)))
 
 
 def _item(state: TrainState) -> dict[str, Any]:
@@ -180,6 +202,13 @@ def _checksum(run: dict[str, Any]) -> str:
 def _first_line(error: BaseException, *, limit: int | None = 200) -> str:
     text = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {text[:limit]}"
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """Return the steps of a workdir's checkpoints by the names of their directories, sorted."""
+    return sorted(
+        int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*") if path.name.isdecimal() and path.is_dir()
+    )
 
 
 def read_config(workdir: pathlib.Path) -> dict[str, Any] | None:

@@ -62,6 +62,9 @@ def run(main: Callable[[], int]) -> None:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
     except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error) and not _is_one_of_many():
+            print("error: out of memory on the device: " + " ".join(str(error).split())[:300], file=sys.stderr)
+            sys.exit(BAD_INPUT)
         if not (_is_one_of_many() or isinstance(error, StorageError)):
             raise
         _leave(error)

@@ -58,7 +58,7 @@ class TrainConfig:
         float32 for a quantized GEMM, model.dtype for one that is not, such as lm_head's. Embedding and norms: float32.
       eval_every, checkpoint_every: 0 means only at the end. keep_checkpoints: the newest N are kept, 0 keeps all. keep_every:
         besides them, those of every so many steps, 0 none.
-      eval_batch_size: sequences per evaluation call, 0 means batch_size (it does not change the result).
+      eval_batch_size: sequences per evaluation call, 0 means those of a microbatch (it does not change the result).
       target_loss: stop once the validation loss (nats per token) is at or below it; 0 means never.
       skip_nonfinite: so many steps in a row whose loss or gradient is not finite are left out, counted in the step but with
         the state unchanged, before the run stops.
@@ -86,6 +86,11 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 50
 
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a microbatch."""
+        return self.batch_size // self.accumulation
+
     def __post_init__(self):
         check_types("train", self)
         if self.grad_reduce_dtype not in REDUCE:
@@ -101,6 +106,12 @@ class TrainConfig:
             raise InputError(f"train.seed={self.seed} is not below 2^32")
         if self.batch_size % self.accumulation:
             raise InputError(f"train.batch_size={self.batch_size} is not a multiple of {self.accumulation=}")
+        if self.keep_every and not self.keep_checkpoints:
+            raise InputError(f"train.keep_every={self.keep_every} has no effect: keep_checkpoints=0 keeps all")
+        if self.target_loss and not self.eval_every:
+            raise InputError(f"train.target_loss={self.target_loss} has no effect: eval_every=0 evaluates at the end only")
+        if self.spike_window != TrainConfig.spike_window and not self.skip_spikes:
+            raise InputError(f"train.spike_window={self.spike_window} has no effect without skip_spikes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,6 +318,10 @@ def _check_together(s: Settings) -> None:
             f"optimizer.warmup_steps={o.warmup_steps}{cooldown} do not end before the decay's end ({o.decay_steps}): "
             "a shorter run needs a shorter --config.optimizer.warmup_steps too"
         )
+    if s.schedule and s.schedule[-1].start >= s.train.steps:
+        raise InputError(
+            f"quant.schedule: step {s.schedule[-1].start} is not before the run's end, train.steps={s.train.steps}"
+        )
     if s.data.source != "prepared" and s.data.vocab_size > s.model.vocab_size:  # a manifest is read with the data
         raise InputError(
             f"model.vocab_size={s.model.vocab_size} is below the {s.data.vocab_size} ids of tokenizer {s.data.tokenizer!r}"
@@ -379,6 +394,19 @@ def with_impl(settings: Settings, impl: str) -> Settings:
         raise InputError(f"--impl: {error}") from None
 
 
+def check_cooldown(old: dict[str, Any], new: dict[str, Any], at: int) -> None:
+    """Raise InputError when a run of step `at` moves the end of "wsd" with its rate falling, before or after the move.
+
+    old, new: `to_dict` results that `differences` finds nothing in.
+    """
+    begins = [tree["optimizer"]["decay_steps"] - tree["optimizer"]["cooldown_steps"] for tree in (old, new)]
+    if new["optimizer"]["schedule"] == "wsd" and begins[0] != begins[1] and at > min(begins):
+        raise InputError(
+            f"the cool-down began at step {begins[0]} and would now at {begins[1]}, the newest checkpoint is of step {at}: "
+            "to move it, remove the checkpoints after the earlier of these steps"
+        )
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return "key: old → new" for every leaf of two `to_dict` results that may not change when a run is resumed.
 
@@ -393,7 +421,10 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     defaults = {name: section for name, section in default_config().to_dict().items() if name != "quant"}
     a, b, known = (flat("", json.loads(json.dumps(tree))) for tree in (old, new, defaults))
     a = known | a
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in (*MAY_CHANGE_ON_RESUME, "quant.digest")]
+    free = (*MAY_CHANGE_ON_RESUME, "quant.digest")
+    if a["optimizer.schedule"] == b["optimizer.schedule"] == "wsd":  # the end may move: see `check_cooldown`
+        free += ("optimizer.decay_steps", "optimizer.cooldown_steps")
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in free]
     if "quant.recipe" in keys:  # its leaves differ as a matter of course
         keys = [k for k in keys if not k.startswith("quant.resolved.")]
     notes = {"optimizer.decay_steps": " (it follows train.steps unless it is set)"}

@@ -14,9 +14,11 @@ from train.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """rates: dense products by format, FLOP/s. memory: bytes. bandwidth: of the memory; links: what one GPU sends; B/s."""
+    """A GPU. arch: what kernels are compiled for. rates: dense products by format, FLOP/s. memory: bytes. bandwidth: of the
+    memory; links: what one GPU sends; B/s."""
 
     name: str
+    arch: str
     rates: dict[str, float]
     memory: float
     bandwidth: float
@@ -31,11 +33,11 @@ _HOPPER = {"bf16": 0.989e15, "fp8": 1.979e15}
 DEVICES = {
     d.name: d
     for d in (
-        Device("mi355x", {"bf16": 2.5166e15, "fp8": 5.0332e15, "fp4": 10.0663e15}, 288e9, 8.0e12, 537.6e9),
-        Device("mi300x", {"bf16": 1.3074e15, "fp8": 2.6149e15}, 192e9, 5.3e12, 448e9),
-        Device("b200", {"bf16": 2.25e15, "fp8": 4.5e15, "fp4": 9.0e15}, 180e9, 8.0e12, 900e9),
-        Device("h100", _HOPPER, 80e9, 3.35e12, 450e9),
-        Device("h200", _HOPPER, 141e9, 4.8e12, 450e9),
+        Device("mi355x", "gfx950", {"bf16": 2.5166e15, "fp8": 5.0332e15, "fp4": 10.0663e15}, 288e9, 8.0e12, 537.6e9),
+        Device("mi300x", "gfx942", {"bf16": 1.3074e15, "fp8": 2.6149e15}, 192e9, 5.3e12, 448e9),
+        Device("b200", "sm_100", {"bf16": 2.25e15, "fp8": 4.5e15, "fp4": 9.0e15}, 180e9, 8.0e12, 900e9),
+        Device("h100", "sm_90", _HOPPER, 80e9, 3.35e12, 450e9),
+        Device("h200", "sm_90", _HOPPER, 141e9, 4.8e12, 450e9),
     )
 }
 

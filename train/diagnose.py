@@ -64,7 +64,7 @@ class _Diagnoser:
 
     def __init__(self, settings: config.Settings, dataset: data.Dataset, mesh: jax.sharding.Mesh, recipes: tuple[str, ...]):
         self.settings, self.dataset, self.mesh = settings, dataset, mesh
-        train = dataclasses.replace(settings.train, batch_size=settings.train.batch_size // settings.train.accumulation)
+        train = dataclasses.replace(settings.train, batch_size=settings.train.microbatch)
         numerics = dataclasses.replace(
             settings.numerics, residuals="operands"
         )  # every recipe can, and the gradient is the same

@@ -51,3 +51,5 @@ def check_types(section: str, settings: Any) -> None:
         value, kind = getattr(settings, field.name), type(field.default)
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise InputError(f"{section}.{field.name}={value!r} is not of type {kind.__name__}")
+        if kind is int and field.name != "seed" and abs(value) >= 2**31:
+            raise InputError(f"{section}.{field.name}={value} is out of range: it is no int32")

@@ -150,9 +150,10 @@ def _elementwise(settings: Settings, s: Local) -> Kernel:
 
 
 def _optimizer(settings: Settings, mesh: sharding.AnyMesh) -> Kernel:
-    parameters = memory.total(memory.state_lines(settings, mesh)[:1]) / 4
-    what = "32·P: weight, moments, gradient read, three written, gradient read for its norm"
-    return Kernel("optimizer", "", 0.0, 32.0 * parameters, what)
+    size = {line.name: line.value for line in memory.state_lines(settings, mesh)}
+    moved = 2 * (size["parameters"] + size["moments"] + size.get("averaged weights", 0)) + 2 * size["parameters"]
+    what = "weights, moments and their average read and written; gradients read, and again for their norm"
+    return Kernel("optimizer", "", 0.0, moved, what)
 
 
 def flops(settings: Settings, mesh: sharding.AnyMesh) -> dict[str, float]:
@@ -182,17 +183,18 @@ def collectives(settings: Settings, mesh: sharding.AnyMesh, *, fp4_kernels: bool
     gathered = accumulation * s.L * sum(_gathered(settings, path, fp4_kernels) * k * n for path, (k, n) in s.linears.items())
     plain = all(r.is_plain for path in s.linears for r, _, _ in settings.numerics.recipes_of(path, ...))
     sums = s.L * (7 + (fprops(settings, "attn/o") - 1)) + 2
+    weights = s.L * s.W + s.D * s.V
+    summed = s.L * sum(_summed(settings, path, ..., s.c) * k * n for path, (k, n) in s.linears.items())
+    summed += _summed(settings, "lm_head", None, s.c) * s.D * s.V
+    how = f"b = {summed / weights:.2f} by train.grad_reduce_dtype={settings.train.grad_reduce_dtype}"
     kv = 2 * s.K * s.H * s.M * s.context * s.c * (2 + (settings.model.remat != "none"))
     sizes = {
         "all-gather weights (fsdp)": (fsdp * (gathered + 4 * s.D * s.V), "(n−1)/n·(A·L·(b·W per pass) + 4·D·V of the head)"),
         "all-to-all embeddings (fsdp)": (accumulation * fsdp * 2 * 4 * s.M * s.D, "A·(n−1)/n·2·4·M·D: x and its gradient"),
-        "reduce-scatter gradients (fsdp)": (
-            accumulation * fsdp * 4 * (s.L * s.W + s.D * s.V),
-            "A·(n−1)/n·4·(L·W + D·V)",
-        ),
+        "reduce-scatter gradients (fsdp)": (accumulation * fsdp * summed, f"A·(n−1)/n·b·(L·W + D·V), {how}"),
         "all-reduce gradients (data, context)": (
-            accumulation * 2 * (replicas - 1) / replicas * parameters,
-            "A·2·(n−1)/n·4·P",
+            accumulation * 2 * (replicas - 1) / replicas * (parameters + (summed - 4 * weights) / s.fsdp),
+            f"A·2·(n−1)/n·(4·P of embedding and norms, b·P of the rest), {how}",
         ),
         "all-reduce activations (tensor)": (
             accumulation * 2 * tensor * sums * s.M * s.D * (s.c if plain else 4),
@@ -218,6 +220,14 @@ def _gathered(settings: Settings, path: str, fp4_kernels: bool) -> float:
             codes = fp4_kernels and _kind(spec) == "fp4"
             total += len(layers) * (times * memory.element_bytes(spec.rhs, 4) if codes else 4)
     return total / settings.model.n_layers
+
+
+def _summed(settings: Settings, path: str, layer: Any, c: int) -> float:
+    """Return the bytes per weight in which a layer's gradient is summed over devices, mean over blocks."""
+    if settings.train.grad_reduce_dtype != "auto":
+        return 2 if settings.train.grad_reduce_dtype == "bfloat16" else 4
+    of = [(c if r.wgrad.is_plain else 4, max(len(layers), 1)) for r, _, layers in settings.numerics.recipes_of(path, layer)]
+    return sum(size * times for size, times in of) / sum(times for _, times in of)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fp4jax import stats
 from models import llama
 from train import config, data, diagnosis, memory, pretrained, processes, sharding, step
 from train import tokenizer as tokenizer_lib
-from train.checkpoint import Checkpoints, data_fingerprint, read_config
+from train.checkpoint import Checkpoints, Unavailable, data_fingerprint, read_config, saved_steps
 from train.cli import StopRequest, lock_file
 from train.config import Settings
 from train.errors import InputError, write_whole
@@ -87,16 +87,20 @@ def _check(settings: Settings, workdir: pathlib.Path):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = sharding.make_mesh(settings.mesh)
-    microbatch = settings.train.batch_size // settings.train.accumulation
+    if idle := len(jax.devices()) - mesh.size:
+        log.warning("the mesh leaves %d of %d devices idle", idle, len(jax.devices()))
     for phase in settings.phases():
-        lengths = {"microbatch": microbatch, "seq_len": settings.data.seq_len}
+        lengths = {"microbatch": settings.train.microbatch, "seq_len": settings.data.seq_len}
         sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
         memory.check_fits(phase, mesh, memory.bytes_limit())
     dataset = data.load(settings.data, part=jax.process_index(), parts=jax.process_count())
     data.check_ids(dataset, vocab_size=settings.model.vocab_size, document_end=settings.model.document_end)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
         raise InputError(f"{workdir} was trained on other data: {trained_on} ≠ {dataset.fingerprint}")
-    if settings.train.initial_weights and not any((workdir / "checkpoints").glob("[0-9]*")):
+    steps = saved_steps(workdir)
+    if stored is not None and steps:
+        config.check_cooldown(stored, new, steps[-1])
+    if settings.train.initial_weights and not steps:
         pretrained.check(settings, dataset.tokenizer)
     try:
         return stored, dataset, mesh, [step.census_rows(phase) for phase in settings.phases()]
@@ -231,7 +235,10 @@ class Run:
         return self._programs[key]
 
     def _origin(self, at: int) -> str:
-        """Return where step `at`, which was not finite and so changed nothing, left the finite numbers, by repeating it."""
+        """Return where step `at`, which was not finite and so changed nothing, left the finite numbers, by repeating it.
+
+        The step after it may have been done by then, with which the weights have moved.
+        """
         if not self.settings.phase(at - 1).numerics.init_sums(llama.LINEAR_PATHS):
             return ""
         state = self.state._replace(step=self.state.step - (self.done - at + 1))
@@ -240,7 +247,8 @@ class Run:
         except jax.errors.JaxRuntimeError as error:  # it needs more memory than a step
             return f"; it could not be repeated to find the layer ({str(error).splitlines()[0][:100]})"
         found = stats.first_nonfinite(diagnosis.rows(at, sums), llama.LINEAR_PATHS)
-        return f"; not finite at first: {found}" if found else "; repeated, its quantized GEMMs are finite"
+        again = f"repeated with the weights of step {self.done}, " if self.done > at else "repeated, "
+        return f"; {again}not finite at first: {found}" if found else f"; {again}its quantized GEMMs are finite"
 
     def _restore_or_init(self, initial) -> tuple[step.TrainState, int]:
         damaged: dict[int, InputError] = {}
@@ -249,13 +257,15 @@ class Run:
             try:
                 state, run = self.checkpoints.restore(at, abstract)
             except InputError as error:
+                if processes.anywhere(isinstance(error, Unavailable)):
+                    raise
                 damaged[at] = error
                 continue
             for worse, error in damaged.items():
                 self.checkpoints.set_aside(worse)
                 log.warning("%s: moved to %s, going back to step %d", error, self.workdir / "damaged", at)
             self.iterator.set_state(run["iterator"])
-            self.val_loss = run["val_loss"]
+            self.val_loss, self._skipped = run["val_loss"], run.get("skipped", 0)
             log.info("restored step %d from %s", at, self.workdir)
             return state, at
         if damaged:
@@ -305,13 +315,15 @@ class Run:
                         if evaluates:
                             self.evaluate(metrics)
                         if saves or self._reached_target():
-                            self.save()
+                            self.save(metrics)
                         clock = time.perf_counter()
                 stopped = stopped or agreement.largest(stop.signal or 0)  # it may have come after the last look at it
+                if self.done == train.steps or self._reached_target():
+                    stopped = 0  # it came too late: all is done and saved
                 if stopped and self.done > first:
                     if pending:
                         self._report(*pending, clock, metrics, progress)
-                    self.save()
+                    self.save(metrics)
                 if first == self.done and not stopped:
                     log.info("nothing left to train: step %d of %d", self.done, train.steps)
                     if self.val_loss is None:
@@ -322,7 +334,8 @@ class Run:
                 metrics.close()
         if stopped:
             name = signal.Signals(stopped).name
-            log.info("%s: checkpoint of step %d in %s; the same command continues", name, self.done, self.workdir)
+            kept = f"checkpoint of step {self.done} in {self.workdir}" if self.done else "before the first step"
+            log.info("%s: %s; the same command continues", name, kept)
         return Result(self.done, self.val_loss, stopped)
 
     def _is_due(self, every: int) -> bool:
@@ -374,11 +387,12 @@ class Run:
         log.info("step %d  validation loss%s %.4f", self.done, of, loss)
         return loss
 
-    def save(self) -> None:
+    def save(self, metrics: Metrics) -> None:
         if not step.is_finite(self.state):
             kept = self.checkpoints.latest()
             raise GuardError(f"step {self.done}: the state is not finite; the newest checkpoint is that of step {kept}")
         phase = self.settings.phase(max(self.done - 1, 0))
+        metrics.sync()
         self.checkpoints.save(
             self.done,
             self.state,
@@ -387,6 +401,7 @@ class Run:
                 "tokens": self.done * self.tokens_per_step,
                 "iterator": self.iterator.get_state(),
                 "val_loss": self.val_loss,
+                "skipped": self._skipped,
                 "data_fingerprint": self.dataset.fingerprint,
                 "recipe": phase.recipe_name,
                 "recipe_digest": phase.numerics.recipe.digest(),

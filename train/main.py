@@ -29,6 +29,10 @@ JOIN = flags.DEFINE_integer("join_timeout", 300, "Seconds in which all processes
 def main() -> int:
     if CONFIG.value is None:
         raise InputError("--config=FILE[:ARGUMENT] is missing, for instance --config=configs/tiny_cpu.py")
+    alone = CLUSTER.value is None and COORDINATOR.value is None
+    for flag in ("heartbeat", "join_timeout"):
+        if alone and flags.FLAGS[flag].present:
+            raise InputError(f"--{flag} has no effect on a run of one process")
     from train import config, loop, processes, report  # after the flags were read: importing jax and orbax takes seconds
 
     processes.start(
@@ -39,7 +43,8 @@ def main() -> int:
         heartbeat_s=HEARTBEAT.value,
         join_s=JOIN.value,
     )
-    settings = config.resolve(CONFIG.value)
+    with processes.together():
+        settings = config.resolve(CONFIG.value)
     workdir = pathlib.Path(WORKDIR.value or cli.default_workdir(config_flags.get_config_filename(flags.FLAGS["config"])))
     stop = cli.StopRequest()
     dataset, mesh, census = loop.prepare(settings, workdir)

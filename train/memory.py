@@ -1,11 +1,13 @@
 """What one device holds during a train step, in bytes, computed from the config and the mesh; nothing is allocated.
 
 Arguments and results are exact: they are the arrays of `train.step.make_train_step`. Temporaries are what must be alive at the
-fullest of three moments, with L blocks and everything per device:
+fullest of these moments, with L blocks and everything per device:
 
     head    saved of L blocks + logits and their gradient + the head's gradient and operand
     block   saved of L blocks + gradients so far + one block's interior and cotangents + its weights and their gradient
-    update  gradients, twice where they are clipped: both moments read the clipped ones, so these are written out
+    update  gradients, and the clipped ones, which both moments read, or both new moments; of Muon its directions and iterates
+
+    evaluation  the largest of attention, MLP and head of a forward pass over its own batch, with the weights of one block
 
 and over microbatches the sum of the gradients beside the first two. Compilers fuse, reorder and copy: expect tens of percent.
 Shape key: M tokens of a microbatch, D, F, V model, FFN and vocabulary, N, K heads of queries and keys, H their size, U
@@ -19,10 +21,11 @@ from typing import Any
 import jax
 
 from fp4jax.recipe import OperandSpec, Recipe
-from train import sharding, step
+from train import optimizer, sharding, step
 from train.config import Settings
 from train.errors import InputError
 
+STEP = ("head", "block", "update")  # the moments of a train step; the others are those of evaluation
 METRICS = 3  # float32 scalars that a step returns beside the state
 POINTER = 8  # bytes of one entry in the table of results
 # Linear layers of a block by what they read; layers of one group share a packed copy of it.
@@ -67,10 +70,11 @@ class Local:
         return sum(k * n for k, n in self.linears.values())
 
 
-def local(settings: Settings, mesh: sharding.AnyMesh) -> Local:
-    """Return the sizes on one device of the mesh."""
+def local(settings: Settings, mesh: sharding.AnyMesh, batch: int = 0) -> Local:
+    """Return the sizes on one device of the mesh; batch: sequences of a call, 0 for a microbatch."""
     m, tensor, context = settings.model, mesh.shape["tensor"], mesh.shape["context"]
-    sequences = settings.train.batch_size // settings.train.accumulation // sharding.split(mesh, "batch")
+    batch = batch or settings.train.microbatch
+    sequences = -(-batch // sharding.split(mesh, "batch"))
     heads = (m.n_heads // tensor, m.n_kv_heads // tensor, m.head_size, settings.data.seq_len)
     sizes = (sequences * settings.data.seq_len // context, m.d_model, m.d_ff // tensor, m.vocab_size // tensor)
     return Local(*sizes, *heads, m.n_layers, m.compute_dtype.itemsize, mesh.shape["fsdp"], context)
@@ -87,8 +91,8 @@ def element_bytes(spec: OperandSpec, plain: int) -> float:
 def state_lines(settings: Settings, mesh: sharding.AnyMesh) -> list[Line]:
     """Return the arguments of the train step: the state, exactly as it is sharded, and the tokens of a step."""
     state = step.abstract_state(settings, mesh)
-    optimizer = jax.tree_util.tree_leaves_with_path(state.opt_state)
-    moments = tree_bytes([x for path, x in optimizer if x.ndim and "ns_coeffs" not in jax.tree_util.keystr(path)])
+    kept = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    moments = tree_bytes([x for path, x in kept if x.ndim and "ns_coeffs" not in jax.tree_util.keystr(path)])
     rest = tree_bytes(state) - tree_bytes(state.params) - tree_bytes(state.ema) - moments
     tokens = settings.train.batch_size // sharding.split(mesh, "batch") * (settings.data.seq_len + 1)
     adam = "2 · 4 B · parameters (FP32, Adam's mean and variance)"
@@ -219,16 +223,72 @@ def temporaries(settings: Settings, mesh: sharding.AnyMesh) -> Temporaries:
     done = Line("gradients", stacked, "4 B · parameters but the embedding's, which come last: stacks for all blocks at once")
     if not settings.model.scan_layers:
         done = Line("gradients", 4 * s.D * s.V, "4 B · D·V of the head: those of blocks take the place of what these kept")
-    update = [Line("gradients", gradients, "4 B · parameters")]
-    if settings.optimizer.clip_norm:
-        update.append(Line("clipped gradients", gradients, "4 B · parameters: both moments read them"))
     return Temporaries(
         {
             "head": [*saved, *carried, *head_lines(settings, s)],
             "block": [*saved, *carried, done, *block_lines(settings, s)],
-            "update": update,
+            "update": update_lines(settings, s, params),
+            **evaluation(settings, mesh),
         }
     )
+
+
+def update_lines(settings: Settings, s: Local, params: Any) -> list[Line]:
+    """Return what the optimizer holds; params: the shapes of the parameters."""
+    gradients, hidden = (
+        tree_bytes(params),
+        [x for x, of in zip(*map(jax.tree.leaves, (params, optimizer.is_hidden_matrix(params))), strict=True) if of],
+    )
+    lines = [Line("gradients", gradients, "4 B · parameters")]
+    if settings.optimizer.clip_norm:
+        lines.append(Line("clipped gradients", gradients, "4 B · parameters: both moments read them"))
+    else:
+        lines.append(Line("new moments", 2 * gradients, "2 · 4 B · parameters: written apart from the old ones"))
+    if settings.optimizer.name == "muon":
+        at_once = 1 if settings.model.scan_layers else s.L
+        squares = sum(min(k, n) ** 2 for k, n in s.linears.values())
+        lines.append(Line("Muon's directions", tree_bytes(hidden), "4 B · parameters that Muon moves"))
+        what = "4·(5·W + 3·Σ min(in, out)²) / fsdp, " + ("of one block" if at_once == 1 else "of all blocks")
+        lines.append(Line("Newton–Schulz", at_once * 4 * (5 * s.W + 3 * squares) // s.fsdp, what))
+    return lines
+
+
+def evaluation(settings: Settings, mesh: sharding.AnyMesh) -> dict[str, list[Line]]:
+    """Return what a call of the evaluation step allocates, at its three fullest moments."""
+    s = local(settings, mesh, settings.train.eval_batch_size)
+    positions = s.U // s.context
+    rows = s.M // positions * (settings.model.loss_chunk or positions)
+    cast, gathered = s.c * (s.c < 4), s.fsdp > 1
+    copies = 4 + cast + (4 / s.fsdp if gathered else 0)
+    if not settings.model.scan_layers:  # nothing is cut out of a stack, but all blocks' copies may be made ahead
+        plain = all(r.is_plain for path in s.linears for r in _recipes(settings, path))
+        copies = s.L * (cast + 4 * (gathered or not plain))
+    what = "a block's, cut out" if settings.model.scan_layers else "of all blocks"
+    what += ", gathered" * gathered + f", cast ({s.c} B)" * bool(cast)
+    of_mlp = 3 * s.D * s.F
+    stream = Line("x", 2 * s.M * s.D * s.c, "2·c·M·D: what a block reads and returns")
+    block, pairs = settings.model.attention_block, s.M * s.U
+    if block:
+        pairs = s.M // positions * block * block
+    attention = s.M * (s.N + s.K) * s.H * s.c + pairs * s.N * (4 + s.c) + (2 * 4 * s.M * s.N * s.H if block else 0)
+    head = (4 * gathered + cast) * s.D * s.V
+    return {
+        "evaluation: attention": [
+            stream,
+            Line("attention", attention, "c·M·(N + K)·H + (4 + c)·N·pairs of positions at once, blockwise 2·4·M·N·H too"),
+            Line("weights", round(copies * s.W), what),
+        ],
+        "evaluation: MLP": [
+            stream,
+            Line("SwiGLU", 2 * s.M * s.F * s.c, "2·c·M·F"),
+            Line("weights", round(copies * (of_mlp if settings.model.scan_layers else s.W)), what),
+        ],
+        "evaluation: head": [
+            stream,
+            Line("logits", 4 * rows * s.V, "4·positions·V"),
+            Line("head", head, "4·D·V gathered, c·D·V cast"),
+        ],
+    }
 
 
 def head_lines(settings: Settings, s: Local) -> list[Line]:
@@ -281,8 +341,9 @@ def check_fits(settings: Settings, mesh: sharding.AnyMesh, bytes_limit: float | 
     if needed > bytes_limit:
         lines = sorted([*arguments, *held.moments[held.fullest]], key=lambda line: -line.value)
         most = ", ".join(f"{line.name} {gib(line.value)}" for line in lines[:3])
+        what = "a train step" if held.fullest in STEP else f"an {held.fullest}"
         raise InputError(
-            f"a train step needs {gib(needed)} on each device ({needed:,} bytes) and there are {gib(bytes_limit)} "
+            f"{what} needs {gib(needed)} on each device ({needed:,} bytes) and there are {gib(bytes_limit)} "
             f"({int(bytes_limit):,} bytes); most of it: {most}"
         )
 

@@ -47,6 +47,12 @@ class Rows:
                 self._file = self._path.open("a", buffering=1)
             self._file.write(json.dumps(row) + "\n")
 
+    def sync(self) -> None:
+        """Return once the rows are on the disk."""
+        if self._file is not None:
+            with writing(self._path):
+                os.fsync(self._file.fileno())
+
     def close(self) -> None:
         if self._file is not None:
             with writing(self._path):
@@ -115,6 +121,12 @@ class Metrics:
             self._diagnosis.write(row)
         for name, value in averages.items():
             self._tensorboard.scalar(f"diagnosis/{name}", value, rows[0]["step"])
+
+    def sync(self) -> None:
+        """Return once all rows are on the disk: a checkpoint that follows must not outlive them."""
+        if self._writes:
+            self._rows.sync()
+            self._diagnosis.sync()
 
     def close(self) -> None:
         if not self._writes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
@@ -19,7 +20,7 @@ NAMES = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 _CHOICES = {"name": NAMES, "schedule": SCHEDULES}
 _MUON_ONLY = ("muon_momentum", "muon_steps", "muon_rms")
-_MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
+_MIN_FLOAT32, _MAX_FLOAT32 = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class OptimizerConfig:
       peak_lr, end_lr: learning rate after the warm-up and at the end of the decay.
       warmup_steps: linear warm-up from 0; step n (from 0) runs at peak_lr · (n + 1) / warmup_steps.
       schedule: after the warm-up, "cosine" falls from there to decay_steps; "wsd" (warm-up, stable, decay; 2404.06395) stays at
-        peak_lr and falls linearly in the last cooldown_steps, so that one run can end at several lengths.
+        peak_lr and falls linearly in the last cooldown_steps, so that one run can end at several lengths: these two may
+        change when a run is resumed, as long as the rate has not begun to fall.
       decay_steps: the step at which the rate reaches end_lr; 0 means train.steps.
       cooldown_steps: for "wsd", and only for it.
       b1, b2, eps, weight_decay: AdamW (Loshchilov & Hutter 2019); decay applies to kernels and embeddings, not to norms.
@@ -70,13 +72,13 @@ class OptimizerConfig:
         for name, value in numbers.items():
             if not 0 <= value <= _MAX_FLOAT32:
                 raise InputError(f"optimizer.{name}={value} must be finite in float32 and not negative")
-        if self.peak_lr == 0 or self.eps == 0:
-            raise InputError(f"optimizer.peak_lr={self.peak_lr} and optimizer.eps={self.eps} must be positive")
+        if min(self.peak_lr, self.eps) < _MIN_FLOAT32:  # below it float32 is flushed to zero
+            raise InputError(f"optimizer.peak_lr={self.peak_lr} and optimizer.eps={self.eps} must be positive in float32")
         if self.end_lr > self.peak_lr:
             raise InputError(f"optimizer.end_lr={self.end_lr} is above optimizer.peak_lr={self.peak_lr}")
         for name in ("b1", "b2", "muon_momentum", "ema_decay"):
-            if numbers[name] >= 1:
-                raise InputError(f"optimizer.{name}={numbers[name]} must be below 1")
+            if np.float32(numbers[name]) >= 1:
+                raise InputError(f"optimizer.{name}={numbers[name]} must be below 1 in float32")
         self._check_muon()
 
     def _check_muon(self) -> None:
@@ -139,8 +141,9 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
     def to_rms(update, _):  # an orthogonal [in, out] has root mean square 1 / √max(in, out)
         return update * (config.muon_rms * math.sqrt(max(update.shape[-2:])))
 
+    orthogonal = contrib.scale_by_muon(ns_steps=config.muon_steps, beta=config.muon_momentum, weight_dimension_numbers=last_two)
     muon = optax.chain(
-        contrib.scale_by_muon(ns_steps=config.muon_steps, beta=config.muon_momentum, weight_dimension_numbers=last_two),
+        _layer_by_layer(orthogonal),
         optax.stateless_with_tree_map(to_rms),
     )
 
@@ -148,6 +151,24 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
         return jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden_matrix(params))
 
     return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def _layer_by_layer(muon: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return Muon over stacks [layers, in, out] that never holds the iterates of more than one layer."""
+
+    def update(updates, state, params=None):
+        if all(leaf.ndim == 2 for leaf in jax.tree.leaves(updates)):
+            return muon.update(updates, state, params)
+
+        def of_layer(layer):
+            moved, after = muon.update(layer[0], state._replace(mu=layer[1]))
+            assert isinstance(after, contrib.MuonState)
+            return moved, after.mu
+
+        moved, mu = jax.lax.map(of_layer, (updates, state.mu))
+        return moved, state._replace(count=optax.safe_increment(state.count), mu=mu)
+
+    return optax.GradientTransformation(muon.init, update)
 
 
 def average(ema: Any, params: Any, updates: jax.Array, decay: float) -> Any:

@@ -7,6 +7,7 @@ config that does not fit the device's memory is refused with exit code 2. The la
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import rich.console
@@ -32,24 +33,26 @@ STUDY = {"mxfp4_h16": 1.20}  # throughput over FP8's, arXiv 2605.09825
 def main() -> int:
     if CONFIG.value is None or DEVICE.value is None:
         raise InputError("--config=FILE[:ARGUMENT] and --device=NAME are needed, for instance --device=mi355x --devices=8")
-    if COUNT.value < 1 or (MEMORY.value is not None and not MEMORY.value > 0):
-        raise InputError(f"--devices={COUNT.value} and --memory_gib={MEMORY.value} must be positive")
+    if COUNT.value < 1 or (MEMORY.value is not None and not 0 < MEMORY.value < math.inf):
+        raise InputError(f"--devices={COUNT.value} and --memory_gib={MEMORY.value} must be positive and finite")
     device = devices.get(DEVICE.value)
     if MEMORY.value is not None:
         device = dataclasses.replace(device, memory=MEMORY.value * 2**30)
-    from train import config, memory, sharding  # after the flags were read: importing jax takes seconds
+    from fp4jax.ops import triton_call  # after the flags were read: importing jax takes seconds
+    from train import config, memory, sharding
 
     settings = config.resolve(CONFIG.value)
     mesh = sharding.abstract_mesh(settings.mesh, COUNT.value)
-    named = [BASELINE, *(RECIPE.value or COMPARED)]
-    choices = {settings.recipe_name: settings, **{name: config.in_recipe(settings, name) for name in named}}
-    microbatch = settings.train.batch_size // settings.train.accumulation
+    choices = {name: config.in_recipe(settings, name) for name in (BASELINE, *(RECIPE.value or COMPARED))}
+    own = settings.recipe_name
+    if own in choices and choices[own].numerics != settings.numerics:  # by its rules, or the blocks that it keeps
+        own += ", this config"
+    choices = {own: settings, **choices}
+    lengths = {"microbatch": settings.train.microbatch, "seq_len": settings.data.seq_len}
     for name, choice in [*choices.items(), *((phase.recipe_name, phase) for phase in settings.phases())]:
-        numerics = choice.numerics
-        if numerics.impl == "triton":  # which wants a GPU here
-            numerics = dataclasses.replace(numerics, impl="auto")
         try:
-            sharding.check(mesh, settings.model, numerics, microbatch=microbatch, seq_len=settings.data.seq_len)
+            with triton_call.assume_target(device.arch):
+                sharding.check(mesh, settings.model, choice.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     for phase in settings.phases():
@@ -81,7 +84,7 @@ def _report(settings: Any, mesh: Any, device: Any, choices: dict[str, Any]) -> d
         )
     arguments, held = memory.state_lines(settings, mesh), memory.temporaries(settings, mesh)
     lines = [*arguments, *held.moments[held.fullest]]
-    console.print(_table(f"memory of one device, {settings.recipe_name}, remat {settings.model.remat}", lines, memory.gib))
+    console.print(_table(f"memory of one device, {next(iter(choices))}, remat {settings.model.remat}", lines, memory.gib))
     needed = memory.total(lines)
     console.print(f"arguments {memory.total(arguments):,} B, results {memory.output_bytes(settings, mesh):,} B in their place")
     moments = ", ".join(f"{name} {memory.gib(memory.total(of))}" for name, of in held.moments.items())

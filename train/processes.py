@@ -8,6 +8,8 @@ a signal, is agreed upon before anybody acts on it, since a process that left al
 import contextlib
 import hashlib
 import logging
+import socket
+import time
 from collections.abc import Iterator
 
 import jax
@@ -50,13 +52,16 @@ def start(
     if coordinator is not None:
         assert processes is not None
         assert process is not None
-        if not coordinator.rpartition(":")[2].isdecimal():
-            raise InputError(f"--coordinator={coordinator!r} is not HOST:PORT")
+        host, _, port = coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise InputError(f"--coordinator={coordinator!r} is not HOST:PORT with a port below 65536")
         if not 0 <= process < processes:
             raise InputError(f"--process={process} is not in [0, --processes={processes})")
     for name, seconds in {"--heartbeat": heartbeat_s, "--join_timeout": join_s}.items():
         if seconds < 1:
             raise InputError(f"{name}={seconds} is below one second")
+    if coordinator is not None:
+        _wait_for_name(coordinator, join_s)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -72,6 +77,25 @@ def start(
         raise InputError(f"{where} cannot join the run: {error}") from None
     if not is_primary():
         logging.disable(logging.WARNING)
+
+
+def _wait_for_name(coordinator: str, seconds: int) -> None:
+    """Return once the coordinator's host has an address, which in a young cluster takes a while; else raises InputError."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise InputError(f"--coordinator={coordinator!r}: {host} has no address after {seconds} s ({error})") from None
+        time.sleep(1)
+
+
+def anywhere(flag: bool) -> bool:
+    """Return whether the flag is set on any process; all have to ask."""
+    return flag if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
 def is_primary() -> bool:

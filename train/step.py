@@ -253,28 +253,39 @@ def make_eval_step(settings: Settings, mesh: Mesh, *, stochastic: bool = False) 
     """
     numerics = eval_numerics(settings.numerics, stochastic=stochastic)
     fprops = _fprops(numerics)
-    if any(matmul.choose(numerics.impl, spec)[0] == "triton" for spec in fprops) and not _has_tensor_scales(fprops):
-        # Rows do not see each other, and one kernel for all of them is faster than one for each.
+    # Rows do not see each other without scales over them, and one kernel for all is faster than one for each sequence.
+    together = any(matmul.choose(numerics.impl, spec)[0] == "triton" for spec in fprops) and not _has_tensor_scales(fprops)
+    if together:
         numerics = dataclasses.replace(numerics, partition=sharding.partition(mesh))
-        together = llama.Llama(settings.model, numerics.dot, **sharding.model_hooks(mesh, settings.model))
-    else:
-        together = None
-    model = llama.Llama(settings.model, numerics.dot)
 
     def eval_step(params, tokens_BT1, first_row, step, seed):
-        key = bits.step_key(seed, step if stochastic else 0)
         length = tokens_BT1.shape[1] - 1
-
-        def one(tokens_T1, row):
-            key_row = key._replace(row_offset=row * jnp.uint32(length))
-            return model.apply({"params": params}, tokens_T1[None, :-1], tokens_T1[None, 1:], key_row, method="token_losses")[0]
-
-        if together is not None:
-            key = key._replace(row_offset=first_row * jnp.uint32(length))
-            return together.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
-        return jax.vmap(one)(tokens_BT1, first_row + jnp.arange(tokens_BT1.shape[0], dtype=jnp.uint32))
+        dot = numerics.dot if together else _by_sequence(numerics.dot, length)
+        model = llama.Llama(settings.model, dot, **sharding.model_hooks(mesh, settings.model))
+        key = bits.step_key(seed, step if stochastic else 0)
+        key = key._replace(row_offset=first_row * jnp.uint32(length))
+        return model.apply({"params": params}, tokens_BT1[:, :-1], tokens_BT1[:, 1:], key, method="token_losses")
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _by_sequence(linear_dot: llama.LinearDot, length: int) -> llama.LinearDot:
+    """Return the hook whose dots take every sequence of their lhs [B, T, K] by itself, so that no scale spans two of them.
+
+    length: rows of random bits that a sequence has to itself; a chunk of the loss has fewer.
+    """
+
+    def of_layer(path: str, layer: Any, key: bits.Key, shared: Any):
+        def dot(lhs, rhs, *rest, **options):
+            def of_sequence(x_TK, sequence):
+                of_row = key._replace(row_offset=key.row_offset + sequence * jnp.uint32(length))
+                return linear_dot(path, layer, of_row, {})(x_TK[None], rhs, *rest, **options)[0]
+
+            return jax.vmap(of_sequence)(lhs, jnp.arange(lhs.shape[0], dtype=jnp.uint32))
+
+        return dot
+
+    return of_layer
 
 
 def eval_numerics(numerics: Numerics, *, stochastic: bool = False) -> Numerics:
@@ -307,7 +318,7 @@ def val_batches(
     settings: Settings, mesh: Mesh, dataset: data.Dataset, *, batch_size: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
     """Return the validation batches of a run; batch_size: 0 for the run's own, rounded up to what the mesh divides."""
-    size = batch_size or settings.train.eval_batch_size or settings.train.batch_size
+    size = batch_size or settings.train.eval_batch_size or settings.train.microbatch
     batches = data.val_batches(
         dataset,
         seq_len=settings.data.seq_len,
@@ -333,7 +344,7 @@ def validation_loss(eval_step, mesh: Mesh, state: TrainState, batches: Iterable[
 def census_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the census of one training step: every linear layer's GEMMs, then the GEMMs no recipe covers."""
     train = settings.train
-    tokens = jax.ShapeDtypeStruct((train.batch_size // train.accumulation, settings.data.seq_len), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((train.microbatch, settings.data.seq_len), jnp.int32)
     plain = llama.Llama(settings.model)
     params = jax.eval_shape(lambda t: plain.init(jax.random.key(0), t), tokens)
 
