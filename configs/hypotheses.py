@@ -82,7 +82,8 @@ def signs() -> tuple[list[Row], list[tuple[Row, Row]]]:
 
 
 def sizes() -> tuple[list[Row], list[tuple[Row, Row]]]:
-    largest = everywhere("mxfp4_h16", "64", "rotation__size", 64)
+    size, pad = ({f"{gemm}__{leaf}": value for gemm in GEMMS} for leaf, value in (("rotation__size", 64), ("pad", True)))
+    largest = variant("mxfp4_h16", "64", **size, **pad)  # d_ff = 352 is five and a half times 64
     rows: list[Row] = ["mxfp4", "mxfp4_h16", "mxfp4_h32", largest]
     return rows, [("mxfp4_h32", "mxfp4_h16"), (largest, "mxfp4_h16")]
 

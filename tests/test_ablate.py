@@ -63,6 +63,7 @@ def test_every_row_of_the_shipped_grids_resolves(argument):
     c = ablation_tiny.get_config(argument)
     for cell in grid.cells(c.ablate):
         settings = grid.settings_of(c, cell)
+        loop.check_fits(settings)
         assert settings.train.seed == cell.seed
         assert settings.train.steps == round(c.train.steps * cell.share) == settings.optimizer.decay_steps
     floor = grid.settings_of(c, grid.Cell(*ablation_tiny.with_rule("mxfp4_h16", "floor"), seed=0)).numerics.recipe
@@ -77,6 +78,14 @@ def test_the_grids_for_gpus_resolve(module, millions):
     for cell in cells:
         settings = grid.settings_of(c, cell)
     assert round(llama.num_params(settings.model) / 1e6) == millions
+
+
+def test_a_row_that_does_not_fit_is_found_before_any_runs(tmp_path):
+    arguments = ["--config=configs/ablation_tiny.py:smoke", "--config.model.d_ff=80", f"--workdir={tmp_path}/grid"]
+    code, out, err = run("train.ablate", *arguments)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith("error: row mxfp4_h16: mlp/gate dgrad: d_ff per device = 80 is not a multiple of 32")
+    assert not (tmp_path / "grid").exists()
 
 
 def test_the_protocol_of_the_study():
@@ -120,6 +129,7 @@ def test_every_row_of_a_question_resolves_and_shares_its_cells_with_the_others(q
     digests = {}
     for cell in grid.cells(c.ablate):
         settings = grid.settings_of(c, cell)
+        loop.check_fits(settings)
         if cell.label in tiny:
             assert (cell.recipe, cell.schedule) == (tiny[cell.label].recipe, tiny[cell.label].schedule)
         digests.setdefault(cell.label, (settings.numerics.recipe.digest(), *(phase.start for phase in settings.schedule)))

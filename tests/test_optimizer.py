@@ -1,13 +1,14 @@
 """The optimizer: schedule, clipping, which parameters decay and by what they are moved, the average: against numpy."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import leaves, settings, unrolled, write_corpus
+from helpers import leaves, rows, settings, share_programs, train, unrolled, write_corpus
 
 from models import llama
 from train import optimizer
@@ -43,6 +44,23 @@ def test_wsd_needs_a_cooldown_that_fits_and_cosine_has_none(tmp_path):
     assert settings(corpus, **wsd, optimizer__cooldown_steps=10).optimizer.cooldown_steps == 10
     with pytest.raises(InputError, match=r"warmup_steps=2 and cooldown_steps=11 do not end before the decay's end \(12\)"):
         settings(corpus, **wsd, optimizer__cooldown_steps=11)
+
+
+def test_the_end_of_wsd_may_move_until_the_rate_has_begun_to_fall(tmp_path, monkeypatch):
+    """Steps 1 to 4 at the peak, then the last 2 of 6, or of 8, fall; the longer run is that of one which always had 8."""
+    share_programs(monkeypatch)
+    corpus = write_corpus(tmp_path)
+    fixed = {"optimizer__schedule": "wsd", "optimizer__cooldown_steps": 2, "optimizer__warmup_steps": 1, "train__eval_every": 0}
+    short, long = (settings(corpus, **fixed, train__steps=n, train__checkpoint_every=4, quant__recipe="none") for n in (6, 8))
+    train(short, tmp_path / "run")
+    train(long, tmp_path / "whole")
+    with pytest.raises(InputError, match=r"cool-down began at step 4 and would now at 6, .*newest checkpoint is of step 6"):
+        train(long, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    train(long, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    with pytest.raises(InputError, match="belongs to another run"):
+        train(settings(corpus, train__steps=8, quant__recipe="none", optimizer__decay_steps=9), tmp_path / "run")
 
 
 def test_schedule_without_warmup_starts_at_the_peak():

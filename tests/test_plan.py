@@ -29,6 +29,7 @@ SMALL = {
 }
 WIDE = {**SMALL, "model__d_model": 256, "model__d_ff": 704, "train__batch_size": 2, "data__seq_len": 32, "model__head_dim": 64}
 BLOCKWISE = {"model__attention": "blockwise", "model__attention_block": 32}
+LONG = {"data__seq_len": 96, "train__batch_size": 4}
 SHARDED = {**SMALL, "mesh__fsdp": 2, "mesh__data": 2, "mesh__tensor": 2, "train__batch_size": 8}
 
 
@@ -44,6 +45,9 @@ TEMPORARIES = {
     "in chunks": (small("bf16", "full", model__vocab_size=8192, model__loss_chunk=16), "head"),
     "wide": (small(remat="full", **WIDE), "update"),
     "blockwise": (small("bf16", **BLOCKWISE), "block"),
+    "unclipped": (small(remat="full", **WIDE, optimizer__clip_norm=0.0), "update"),
+    "muon": (small(remat="full", **WIDE, optimizer__name="muon"), "update"),
+    "muon on a mesh": (small(remat="full", **{**WIDE, "train__batch_size": 4}, optimizer__name="muon", mesh__fsdp=4), "update"),
     "microbatches": (small("bf16", **WIDE, train__accumulation=2), "block"),
     "on a mesh": (small(remat="full", **SHARDED), "block"),
     "a kept block": (small("mxfp4", quant__keep_last=1, data__seq_len=32), "block"),
@@ -95,6 +99,39 @@ def test_temporaries_are_within_30_percent_of_the_compiled_step(name):
     planned = memory.temporaries(s, mesh)
     assert planned.fullest == fullest
     assert abs(planned.bytes / analysis.temp_size_in_bytes - 1) < 0.3
+
+
+EVALUATED = {
+    **{name: (TEMPORARIES[name][0], "attention") for name in ("none none", "bf16", "bf16 none bfloat16", "wide", "blockwise")},
+    "in chunks": (TEMPORARIES["in chunks"][0], "head"),
+    "a large vocabulary": (small(**{**SMALL, "model__vocab_size": 8192}), "head"),
+    "in bfloat16": (small("bf16", **{**WIDE, **LONG}, model__dtype="bfloat16"), "attention"),
+    "blocks of attention": (small(**{**WIDE, **LONG, **BLOCKWISE}), "MLP"),
+    "unrolled": (small("bf16", **{**WIDE, **LONG}, model__scan_layers=False), "attention"),
+    "fsdp": (small("bf16", **{**WIDE, **LONG, "train__batch_size": 4}, mesh__fsdp=4), "attention"),
+    "tensor": (small("bf16", **{**WIDE, **LONG}, mesh__tensor=2, mesh__fsdp=1), "attention"),
+    "context": (small("bf16", **{**WIDE, **LONG}, mesh__context=2, mesh__fsdp=1), "attention"),
+    "its own batch": (small("bf16", **{**WIDE, **LONG}, train__eval_batch_size=8), "attention"),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_validation_is_planned_within_30_percent_of_what_is_compiled(name):
+    s, fullest = EVALUATED[name]
+    mesh, (state, _) = abstract_arguments(s)
+    size = s.train.eval_batch_size or s.train.microbatch
+    tokens = jax.ShapeDtypeStruct((size, s.data.seq_len + 1), jnp.int32, sharding=sharding.batch_sharding(mesh))
+    traced = step.make_eval_step(s, mesh).lower(state.params, tokens, jnp.uint32(0), state.step, state.seed)
+    of = {moment: memory.total(lines) for moment, lines in memory.evaluation(s, mesh).items()}
+    assert max(of, key=lambda moment: of[moment]) == f"evaluation: {fullest}"
+    assert abs(max(of.values()) / traced.compile().memory_analysis().temp_size_in_bytes - 1) < 0.3
+    assert memory.temporaries(s, mesh).moments.items() >= memory.evaluation(s, mesh).items()
+
+
+def test_validation_that_does_not_fit_is_refused():
+    s = small(train__eval_batch_size=64)
+    with pytest.raises(InputError, match=r"an evaluation: attention needs"):
+        memory.check_fits(s, sharding.make_mesh(s.mesh), 1000)
 
 
 def test_a_mesh_without_devices_plans_the_same():
@@ -195,6 +232,22 @@ def test_collectives_are_those_of_the_compiled_step(axis):
         assert planned[kind] == pytest.approx(size, rel=0.01), kind
 
 
+def test_gradients_travel_in_the_dtype_that_they_are_summed_in():
+    """In that of the product, or one's own choice; embedding and norms in float32."""
+    of = {}
+    for recipe, reduce in (("bf16", "auto"), ("mxfp4", "auto"), ("bf16", "float32"), ("mxfp4", "bfloat16")):
+        s = small(recipe, mesh__fsdp=2, mesh__data=2, model__dtype="bfloat16", train__grad_reduce_dtype=reduce)
+        mesh = sharding.abstract_mesh(s.mesh, 4)
+        of[recipe, reduce] = {line.name.split()[0]: line.value for line in estimate.collectives(s, mesh, fp4_kernels=False)}
+    blocks, head = 3 * memory.local(s, mesh).W, 64 * 320
+    scattered = {how: sizes["reduce-scatter"] / (1 / 2) for how, sizes in of.items()}
+    assert scattered["bf16", "auto"] == scattered["mxfp4", "bfloat16"] == 2 * (blocks + head)
+    assert scattered["mxfp4", "auto"] == 4 * blocks + 2 * head
+    assert scattered["bf16", "float32"] == 4 * (blocks + head)
+    saved = of["bf16", "float32"]["all-reduce"] - of["bf16", "auto"]["all-reduce"]
+    assert saved == 2 * (blocks + head) / 2
+
+
 def test_weights_of_kernels_travel_as_codes():
     assert estimate.collectives(small(), sharding.abstract_mesh(small().mesh, 1), fp4_kernels=True) == []
     s = small("mxfp4", "full", mesh__fsdp=4)
@@ -253,6 +306,15 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
 TINY = "--config=configs/tiny_cpu.py"
 
 
+def test_a_config_s_own_rules_are_a_row_of_their_own():
+    changes = ["--config.quant.keep_last=1", "--config.quant.rules=(('mlp/down','bf16'),)"]
+    code, out, err = run("train.plan", TINY, *changes, "--device=b200", "--devices=2", "--recipe=mxfp4_h16")
+    assert code == 0, err
+    recipes = json.loads(out[-1])["recipes"]
+    assert set(recipes) == {"mxfp4_h16, this config", "mxfp4_h16", "fp8_current"}
+    assert recipes["mxfp4_h16, this config"]["flops"]["bf16"] > recipes["mxfp4_h16"]["flops"]["bf16"]
+
+
 def test_the_entry_point_prints_tables_and_one_object():
     code, out, err = run("train.plan", TINY, "--device=h200", "--devices=2", "--recipe=mxfp4_h16")
     result = json.loads(out[-1])
@@ -280,6 +342,20 @@ def test_the_entry_point_prints_tables_and_one_object():
         (
             [TINY, "--device=b200", "--devices=3"],
             "error: mxfp4_h16: model.d_model=128 is not a multiple of the mesh's fsdp axis (3)",
+        ),
+        ([TINY, "--device=b200", "--devices=2", "--memory_gib=inf"], "error: --devices=2 and --memory_gib=inf must be"),
+        (
+            [TINY, "--device=mi355x", "--devices=2", "--config.mesh.context=2", "--config.quant.recipe=mxfp4_sr"],
+            "error: mxfp4_sr: attn/q fprop: kernels do not round stochastically on a context axis",
+        ),
+        (
+            [TINY, "--device=mi300x", "--devices=2", "--config.quant.impl=triton"],
+            "error: mxfp4_h16: quant: attn/q fprop: impl='triton' does not apply to",
+        ),
+        (
+            [TINY, "--device=b200", "--devices=2", "--config.data.seq_len=56", "--config.quant.wgrad.pad=True"]
+            + ["--config.train.grad_reduce_dtype=float32", "--config.train.batch_size=2"],
+            "error: mxfp4_h16*: attn/q wgrad: tokens per device = 56 is not a multiple of 32",
         ),
     ],
 )

@@ -52,13 +52,25 @@ def test_processes_with_different_configs_are_refused_together(corpus, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_config_that_only_one_process_cannot_use_ends_all_with_2(corpus, tmp_path):
+    extra = {1: ["--config.optimizer.eps=0.0"]}
+    codes, _, errors = Processes(argv(corpus, tmp_path / "run", mesh__fsdp=4), 2, extra=extra).wait()
+    assert codes == [2, 2]
+    assert errors[0] == ""
+    assert errors[1].startswith("error: process 1: optimizer.peak_lr=")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"cluster": "lsf"}, "--cluster='lsf' is not one of slurm"),
         ({"cluster": "slurm", "process": 1}, "without --process"),
         ({"coordinator": "host:1", "processes": 2}, "without --process"),
-        ({"coordinator": "host", "processes": 2, "process": 0}, "is not HOST:PORT"),
+        *(
+            ({"coordinator": c, "processes": 2, "process": 0}, "is not HOST:PORT")
+            for c in ("host", "1234", ":1", "h:0", "h:65536")
+        ),
+        ({"coordinator": "no.such.host.invalid:1", "processes": 2, "process": 0, "join_s": 1}, "has no address after 1 s"),
         ({"coordinator": "host:1", "processes": 2, "process": 2}, "--process=2 is not in"),
         ({"coordinator": "host:1", "processes": 2, "process": 0, "heartbeat_s": 0}, "below one second"),
         ({"coordinator": "host:1", "processes": 2, "process": 0, "join_s": 0}, "join_timeout=0 is below one second"),

@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from train import ablation_report, cli, grid
+from train import ablation_report, cli, grid, loop
 from train.errors import InputError
 from train.metrics import read_rows
 
@@ -41,8 +41,11 @@ def main() -> int:
     cells = grid.cells(CONFIG.value.ablate)
     if WORKER.value:
         return grid.work(CONFIG.value, cells, workdir)
-    for cell in cells:
-        grid.settings_of(CONFIG.value, cell)  # a wrong row is found before any runs
+    for cell in cells:  # a wrong row is found before any runs
+        try:
+            loop.check_fits(grid.settings_of(CONFIG.value, cell))
+        except InputError as error:
+            raise InputError(f"row {cell.label}: {error}") from None
     _claim(workdir, CONFIG.value)
     code = cli.DONE if REPORT_ONLY.value else supervise(cells, workdir, CONFIG.value.train.steps, JOBS.value or _default_jobs())
     result = ablation_report.write(workdir, CONFIG.value, cells, pathlib.Path(REPORT.value or workdir))

@@ -86,13 +86,9 @@ def _check(settings: Settings, workdir: pathlib.Path):
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
-    mesh = sharding.make_mesh(settings.mesh)
+    mesh = check_fits(settings)
     if idle := len(jax.devices()) - mesh.size:
         log.warning("the mesh leaves %d of %d devices idle", idle, len(jax.devices()))
-    for phase in settings.phases():
-        lengths = {"microbatch": settings.train.microbatch, "seq_len": settings.data.seq_len}
-        sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
-        memory.check_fits(phase, mesh, memory.bytes_limit())
     dataset = data.load(settings.data, part=jax.process_index(), parts=jax.process_count())
     data.check_ids(dataset, vocab_size=settings.model.vocab_size, document_end=settings.model.document_end)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:
@@ -106,6 +102,16 @@ def _check(settings: Settings, workdir: pathlib.Path):
         return stored, dataset, mesh, [step.census_rows(phase) for phase in settings.phases()]
     except ValueError as error:
         raise InputError(f"quant: {error}") from None
+
+
+def check_fits(settings: Settings) -> Mesh:
+    """Return the mesh over the devices here; raises InputError where some phase of the run does not fit it or their memory."""
+    mesh = sharding.make_mesh(settings.mesh)
+    for phase in settings.phases():
+        lengths = {"microbatch": settings.train.microbatch, "seq_len": settings.data.seq_len}
+        sharding.check(mesh, settings.model, phase.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
+        memory.check_fits(phase, mesh, memory.bytes_limit())
+    return mesh
 
 
 def _config_json(settings: Settings, dataset: data.Dataset) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import gc
 import json
 import re
@@ -75,6 +76,24 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(saved, tmp_
     assert re.search(r"checkpoints/2 (cannot be read|is damaged)", message)
     assert snapshot(copy / "damaged" / "2") == damaged
     jax.tree.map(np.testing.assert_array_equal, *(leaves(restore(s, w)[0]) for w in (copy, workdir)))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), ValueError("UNAVAILABLE: later")])
+def test_a_checkpoint_that_cannot_be_read_just_now_stays_where_it_is(saved, tmp_path, monkeypatch, error):
+    s, workdir = saved
+    copy = tmp_path / "run"
+    shutil.copytree(workdir, copy)
+    before = snapshot(copy / "checkpoints")
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"checkpoints/2 cannot be read"):
+        patch.setattr(checkpoint.ocp.StandardCheckpointHandler, "restore", fail)
+        train(s, copy)
+    assert snapshot(copy / "checkpoints") == before
+    assert not (copy / "damaged").exists()
+    assert train(s, copy).step == 2
 
 
 def test_where_every_checkpoint_is_damaged_the_run_is_refused_and_nothing_is_moved(saved, tmp_path):

@@ -6,9 +6,22 @@ import signal
 import subprocess
 import time
 
-from helpers import FINISHED, ROOT, argv, command, environment, rows, run, snapshot, steps_saved
+from helpers import (
+    FINISHED,
+    ROOT,
+    NoStop,
+    argv,
+    command,
+    environment,
+    rows,
+    run,
+    settings,
+    snapshot,
+    steps_saved,
+    train,
+)
 
-from train import cli
+from train import cli, loop
 
 GRACE_S = 30  # what schedulers commonly allow between SIGTERM and SIGKILL
 
@@ -34,6 +47,29 @@ def test_sigterm_stops_with_a_checkpoint_of_the_step_reached(finished, tmp_path)
     result = json.loads(out.splitlines()[-1])
     assert result["step"] == rows(tmp_path / "run")[-1]["step"]
     assert steps_saved(tmp_path / "run")[-1] == result["step"] > 0
+
+
+def test_a_signal_before_the_first_step_says_that_nothing_was_saved(finished, tmp_path, caplog):
+    s = settings(finished[0], quant__recipe="none", train__steps=3)
+    caplog.set_level("INFO")
+    result = train(s, tmp_path / "run", NoStop(lambda: True))
+    assert (result.step, result.stopped) == (0, signal.SIGTERM)
+    assert "SIGTERM: before the first step; the same command continues" in caplog.messages
+    assert steps_saved(tmp_path / "run") == []
+
+
+def test_a_signal_during_the_last_evaluation_comes_too_late(finished, tmp_path, monkeypatch):
+    s = settings(finished[0], quant__recipe="none", train__steps=2)
+    evaluated = []
+    real = loop.Run.evaluate
+    monkeypatch.setattr(loop.Run, "evaluate", lambda *args: evaluated.append(real(*args)))
+    result = train(s, tmp_path / "run", NoStop(lambda: bool(evaluated)))
+    assert (result.step, result.stopped, steps_saved(tmp_path / "run")[-1]) == (2, 0, 2)
+
+
+def test_flags_of_many_processes_have_no_effect_on_one(finished, tmp_path):
+    code, out, err = run("train.main", *argv(finished[0], tmp_path / "run"), "--heartbeat=5")
+    assert (code, out, err) == (cli.BAD_INPUT, [], ["error: --heartbeat has no effect on a run of one process"])
 
 
 def test_divergence_exits_with_3_and_keeps_a_finite_checkpoint(finished, tmp_path):
