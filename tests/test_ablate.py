@@ -82,7 +82,7 @@ def test_the_grids_for_gpus_resolve(module, millions):
 
 def test_a_row_that_does_not_fit_is_found_before_any_runs(tmp_path):
     arguments = ["--config=configs/ablation_tiny.py:smoke", "--config.model.d_ff=80", f"--workdir={tmp_path}/grid"]
-    code, out, err = run("train.ablate", *arguments)
+    code, out, err = helpers.run("train.ablate", *arguments)
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith("error: row mxfp4_h16: mlp/gate dgrad: d_ff per device = 80 is not a multiple of 32")
     assert not (tmp_path / "grid").exists()

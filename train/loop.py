@@ -87,8 +87,6 @@ def _check(settings: Settings, workdir: pathlib.Path):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InputError(f"{workdir} belongs to another run, choose another --workdir: {'; '.join(changed[:3])}{more}")
     mesh = check_fits(settings)
-    if idle := len(jax.devices()) - mesh.size:
-        log.warning("the mesh leaves %d of %d devices idle", idle, len(jax.devices()))
     dataset = data.load(settings.data, part=jax.process_index(), parts=jax.process_count())
     data.check_ids(dataset, vocab_size=settings.model.vocab_size, document_end=settings.model.document_end)
     if stored is not None and (trained_on := data_fingerprint(stored)) != dataset.fingerprint:

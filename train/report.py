@@ -22,10 +22,11 @@ def print_start(
         console.width = 200  # a log file: no wrapping
     recipe = settings.numerics.recipe
     emulated = f" ({why})" if (why := _emulated(census)) else ""
+    idle = f", {spare} of {len(jax.devices())} devices idle" if (spare := len(jax.devices()) - mesh.size) else ""
     axes = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(f"model    {llama.num_params(settings.model):,} parameters, {settings.model.dtype}")
     console.print(f"data     {settings.data.source}, {sum(map(len, dataset.train)):,} + {sum(map(len, dataset.val)):,} tokens")
-    console.print(f"mesh     {axes} on {jax.devices()[0].device_kind}")
+    console.print(f"mesh     {axes} on {jax.devices()[0].device_kind}{idle}")
     console.print(f"recipe   {settings.recipe_name} [{recipe.digest()}]{emulated}")
     for start, name, recipe, _ in settings.schedule:
         console.print(f"         from step {start}: {name} [{recipe.digest()}]")

@@ -88,9 +88,10 @@ def test_a_checkpoint_that_cannot_be_read_just_now_stays_where_it_is(saved, tmp_
     def fail(*_, **__):
         raise error
 
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"checkpoints/2 cannot be read"):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp.StandardCheckpointHandler, "restore", fail)
-        train(s, copy)
+        with pytest.raises(InputError, match=r"checkpoints/2 cannot be read"):
+            train(s, copy)
     assert snapshot(copy / "checkpoints") == before
     assert not (copy / "damaged").exists()
     assert train(s, copy).step == 2

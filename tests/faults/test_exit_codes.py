@@ -59,7 +59,7 @@ def test_a_signal_before_the_first_step_says_that_nothing_was_saved(finished, tm
 
 
 def test_a_signal_during_the_last_evaluation_comes_too_late(finished, tmp_path, monkeypatch):
-    s = settings(finished[0], quant__recipe="none", train__steps=2)
+    s = settings(finished[0], quant__recipe="none", train__steps=2, optimizer__warmup_steps=1)
     evaluated = []
     real = loop.Run.evaluate
     monkeypatch.setattr(loop.Run, "evaluate", lambda *args: evaluated.append(real(*args)))
