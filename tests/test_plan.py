@@ -106,7 +106,7 @@ EVALUATED = {
     "in chunks": (TEMPORARIES["in chunks"][0], "head"),
     "a large vocabulary": (small(**{**SMALL, "model__vocab_size": 8192}), "head"),
     "in bfloat16": (small("bf16", **{**WIDE, **LONG}, model__dtype="bfloat16"), "attention"),
-    "blocks of attention": (small(**{**WIDE, **LONG, **BLOCKWISE}), "MLP"),
+    "blocks of attention": (small(**{**WIDE, **LONG, **BLOCKWISE}), "attention"),
     "unrolled": (small("bf16", **{**WIDE, **LONG}, model__scan_layers=False), "MLP"),
     "fsdp": (small("bf16", **{**WIDE, **LONG, "train__batch_size": 4}, mesh__fsdp=4), "attention"),
     "tensor": (small("bf16", **{**WIDE, **LONG}, mesh__tensor=2, mesh__fsdp=1), "attention"),

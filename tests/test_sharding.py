@@ -268,6 +268,28 @@ def test_pieces_of_a_sequence_with_blockwise_attention_and_a_chunked_loss(corpus
     assert relative(on_mesh, one) < 1e-5
 
 
+@pytest.mark.parametrize("recipe", ["none", "mxfp4_sr", "nvidia_nvfp4"])
+def test_validation_on_every_axis_is_that_of_one_device_with_random_bits_and_scales_per_sequence(corpus, recipe):
+    tokens_BT1 = np.random.default_rng(0).integers(0, 256, (8, 33)).astype(np.int32)
+    of = []
+    for mesh_config in (ONE, EVERY_AXIS):
+        s = tiny(corpus, recipe, mesh_config, model__loss_chunk=16, **TWO)
+        mesh = sharding.make_mesh(s.mesh)
+        state, eval_step = initial_state(s, mesh), step.make_eval_step(s, mesh, stochastic=True)
+        nll = eval_step(state.params, sharding.put_batch(mesh, tokens_BT1), np.uint32(3), state.step, state.seed)
+        of.append(np.asarray(nll))
+    assert np.abs(of[1] / of[0] - 1).max() < 1e-6
+
+
+def test_a_chunked_head_is_not_quantized_in_pieces(corpus):
+    s = tiny(corpus, "mxfp4", EVERY_AXIS, model__loss_chunk=16, quant__exempt=(), data__seq_len=64)
+    lengths = {"microbatch": 8, "seq_len": 64}
+    with pytest.raises(InputError, match=r"loss_chunk=16 on a context axis \(2\): .* quantized lm_head"):
+        sharding.check(sharding.make_mesh(s.mesh), s.model, s.numerics, **lengths)
+    whole = dataclasses.replace(s.model, loss_chunk=0)
+    sharding.check(sharding.make_mesh(s.mesh), whole, s.numerics, **lengths)
+
+
 @functools.cache
 def first_gradient(s):
     """Return (loss, gradients of step 0, the collectives of the program that computed them)."""

@@ -18,6 +18,7 @@ from fp4jax import dot
 from fp4jax.numerics import OUTSIDE_BLOCKS, Numerics
 from fp4jax.ops import matmul
 from fp4jax.ops.kernels import AxisName, Partition
+from fp4jax.recipe import GEMMS
 from models import llama
 from models.llama import LINEAR_PATHS, LlamaConfig
 from train.errors import InputError, check_types
@@ -185,6 +186,11 @@ def check(
             raise InputError(f"model.{name}={size} is not a multiple of the mesh's tensor axis ({tensor})")
     if model.document_end >= 0 and context > 1:
         raise InputError(f"model.document_end={model.document_end}: documents are not separated on a context axis ({context})")
+    head = [getattr(numerics.recipe_for("lm_head", None)[0], gemm) for gemm in GEMMS]
+    quantized = any(operand.element is not None for how in head for operand in (how.lhs, how.rhs))
+    if model.loss_chunk and context > 1 and quantized:
+        what = f"model.loss_chunk={model.loss_chunk} on a context axis ({context})"
+        raise InputError(f"{what}: blocks, scales and random bits of a quantized lm_head would be those of other tokens")
     if model.d_model % fsdp:
         raise InputError(f"model.d_model={model.d_model} is not a multiple of the mesh's fsdp axis ({fsdp})")
     if microbatch % (rows := split(mesh, "batch")):
