@@ -235,10 +235,7 @@ def temporaries(settings: Settings, mesh: sharding.AnyMesh) -> Temporaries:
 
 def update_lines(settings: Settings, s: Local, params: Any) -> list[Line]:
     """Return what the optimizer holds; params: the shapes of the parameters."""
-    gradients, hidden = (
-        tree_bytes(params),
-        [x for x, of in zip(*map(jax.tree.leaves, (params, optimizer.is_hidden_matrix(params))), strict=True) if of],
-    )
+    gradients = tree_bytes(params)
     lines = [Line("gradients", gradients, "4 B · parameters")]
     if settings.optimizer.clip_norm:
         lines.append(Line("clipped gradients", gradients, "4 B · parameters: both moments read them"))
@@ -247,7 +244,8 @@ def update_lines(settings: Settings, s: Local, params: Any) -> list[Line]:
     if settings.optimizer.name == "muon":
         at_once = 1 if settings.model.scan_layers else s.L
         squares = sum(min(k, n) ** 2 for k, n in s.linears.values())
-        lines.append(Line("Muon's directions", tree_bytes(hidden), "4 B · parameters that Muon moves"))
+        moved = jax.tree.map(lambda x, of: x if of else None, params, optimizer.is_hidden_matrix(params))
+        lines.append(Line("Muon's directions", tree_bytes(moved), "4 B · parameters that Muon moves"))
         what = "4·(5·W + 3·Σ min(in, out)²) / fsdp, " + ("of one block" if at_once == 1 else "of all blocks")
         lines.append(Line("Newton–Schulz", at_once * 4 * (5 * s.W + 3 * squares) // s.fsdp, what))
     return lines
