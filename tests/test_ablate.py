@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from typing import Any
 
 import helpers
 import jax
@@ -15,7 +16,7 @@ from scipy import stats
 
 from configs import ablation_small, ablation_tiny, hypotheses, llama3_8b_mlperf
 from models import llama
-from train import ablation_report, config, grid, loop, sharding, step
+from train import ablation_report, cli, config, grid, loop, sharding, step
 from train.errors import InputError
 from train.metrics import read_rows
 
@@ -258,6 +259,28 @@ def test_a_row_that_diverged_keeps_its_place(tmp_path, monkeypatch):
     assert {row["diverged"] for row in results["rows"].values()} == {1}
     ablation_report.write(tmp_path, c, cells, tmp_path)
     assert "1 diverged" in (tmp_path / "report.md").read_text()
+
+
+def test_a_worker_helps_with_another_ones_row_and_leaves_its_cells(tmp_path, monkeypatch):
+    c: Any = ablation_tiny.get_config("smoke").unlock()
+    c.ablate.update(rows=("fp8_current",), seeds=(0, 1, 2, 3), perturbed=(), horizons=())
+    cells = grid.cells(c.ablate)
+    ran: list[str] = []
+
+    def run_cell(_config, cell, directory, *_):
+        ran.append(directory.name)
+        loop.write_json(directory / "result.json", {})
+
+    monkeypatch.setattr(grid, "_run_cell", run_cell)
+    row = tmp_path / "cells" / "fp8_current"
+    for cell in cells:
+        (tmp_path / cell.path).mkdir(parents=True)
+    loop.write_json(row / "seed2" / "result.json", {})
+    with cli.lock_file(row.with_name("fp8_current.lock")), cli.lock_file(row / "seed1.lock"):
+        assert grid.work(c, cells, tmp_path) == 0
+    assert ran == ["seed3", "seed0"]
+    assert grid.work(c, cells, tmp_path) == 0
+    assert ran == ["seed3", "seed0", "seed1"]
 
 
 def test_bad_input_is_one_line(tmp_path):

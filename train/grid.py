@@ -96,52 +96,63 @@ def settings_of(config: Any, cell: Cell):
 
 
 def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
-    """Run the cells of rows that no other process works on, until none is left."""
+    """Run the cells of rows that no other process works on, then those left of the others' rows, until none is free."""
     stop = StopRequest()
-    for label in dict.fromkeys(cell.label for cell in grid):
-        row = [cell for cell in grid if cell.label == label and result_of(workdir / cell.path) is None]
-        lock = lock_file(workdir / "cells" / (re.sub(r"[^\w.-]", "_", label) + ".lock")) if row else None
+    rows = [[cell for cell in grid if cell.label == label] for label in dict.fromkeys(cell.label for cell in grid)]
+    for row in rows:  # a row's programs are compiled once
+        lock = lock_file(workdir / "cells" / (pathlib.Path(row[0].path).parent.name + ".lock"))
         if lock is not None:
             with lock:
                 run_row(config, row, workdir, stop)
-        if stop.signal:
-            return stop.exit_code
-    return DONE
+    for row in rows:  # and once more where somebody helps, from the row's other end
+        run_row(config, row[::-1], workdir, stop)
+    return stop.exit_code if stop.signal else DONE
 
 
 def run_row(config: Any, row: list[Cell], workdir: pathlib.Path, stop: StopRequest) -> None:
-    """Run the cells of one row one after the other; those of one length share their programs."""
+    """Run the cells of one row that nobody else runs, one after the other; those of one length share their programs."""
     programs: dict[Any, Any] = {}
     for cell in row:
-        settings, directory = settings_of(config, cell), workdir / cell.path
-        dataset, mesh, _ = loop.prepare(settings, directory)
-        initial = (lambda state: step.perturb(state, config.ablate.perturb)) if cell.arm == PERTURBED else None
-        shared = programs.setdefault(cell.share, {})
-        run = loop.Run(settings, directory, dataset, mesh, programs=shared, initial=initial)
-        started = time.monotonic()
-        result: dict[str, Any] = {"label": cell.label, "recipe": cell.recipe, "seed": cell.seed, "arm": cell.arm}
-        try:
-            done = run.train(stop)
-            if done.stopped:
-                return
-            plain = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, recipe=Recipe(), keep_last=0))
-            if "plain" not in shared:
-                shared["plain"] = step.make_eval_step(plain, mesh)
-            unquantized = step.validation_loss(shared["plain"], mesh, run.state, step.val_batches(settings, mesh, dataset))
-            result |= {"val_loss": done.val_loss, "val_loss_unquantized": unquantized, "diverged": None}
-        except loop.GuardError as error:
-            log.info("%s: %s", cell.path, error)
-            result |= {"val_loss": None, "val_loss_unquantized": None, "diverged": str(error)}
-        finally:
-            run.close()
-        result |= {
-            "commit": page.commit(),
-            "steps": settings.train.steps,
-            "share": cell.share,
-            "seconds": round(time.monotonic() - started, 1),
-        }
-        loop.write_json(directory / "result.json", result)
-    jax.clear_caches()
+        directory = workdir / cell.path
+        if stop.signal or result_of(directory) is not None:
+            continue
+        claim = lock_file(directory.with_name(directory.name + ".lock"))
+        if claim is not None:
+            with claim:
+                if result_of(directory) is None:  # it may have been finished just now
+                    _run_cell(config, cell, directory, programs.setdefault(cell.share, {}), stop)
+    if programs:
+        jax.clear_caches()
+
+
+def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any, Any], stop: StopRequest) -> None:
+    settings = settings_of(config, cell)
+    dataset, mesh, _ = loop.prepare(settings, directory)
+    initial = (lambda state: step.perturb(state, config.ablate.perturb)) if cell.arm == PERTURBED else None
+    run = loop.Run(settings, directory, dataset, mesh, programs=shared, initial=initial)
+    started = time.monotonic()
+    result: dict[str, Any] = {"label": cell.label, "recipe": cell.recipe, "seed": cell.seed, "arm": cell.arm}
+    try:
+        done = run.train(stop)
+        if done.stopped:
+            return
+        plain = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, recipe=Recipe(), keep_last=0))
+        if "plain" not in shared:
+            shared["plain"] = step.make_eval_step(plain, mesh)
+        unquantized = step.validation_loss(shared["plain"], mesh, run.state, step.val_batches(settings, mesh, dataset))
+        result |= {"val_loss": done.val_loss, "val_loss_unquantized": unquantized, "diverged": None}
+    except loop.GuardError as error:
+        log.info("%s: %s", cell.path, error)
+        result |= {"val_loss": None, "val_loss_unquantized": None, "diverged": str(error)}
+    finally:
+        run.close()
+    result |= {
+        "commit": page.commit(),
+        "steps": settings.train.steps,
+        "share": cell.share,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    loop.write_json(directory / "result.json", result)
 
 
 def result_of(directory: pathlib.Path) -> dict[str, Any] | None:
