@@ -50,6 +50,8 @@ def test_the_cells_of_a_grid():
         ({"baseline": "mxfp5"}, "'mxfp5' is no row"),
         ({"perturbed": ("none",)}, "'none' is no row"),
         ({"contrasts": (("mxfp4", "mxfp5"),)}, "'mxfp5' is no row"),
+        ({"rows": ("fp8_current", ("my row", "mxfp4"), ("my_row", "mxfp4_sr"))}, "two cells would share cells/my_row/seed3"),
+        ({"horizons": (0.5, 0.5)}, "two cells would share cells/fp8_current/seed3-horizon0.5"),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(changes, message):
@@ -57,6 +59,25 @@ def test_a_grid_that_cannot_be_is_refused(changes, message):
     s.update(changes)
     with pytest.raises(InputError, match=message):
         grid.cells(s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": ("fp8_current", ("mine", "mxfp4:rule=ceil"))}, "seed3 is finished with recipe mxfp4, not mxfp4:rule=ceil"),
+        ({"rows": ("fp8_current", ("mine", "mxfp4", ((0.5, "fp8_current"),)))}, "is finished with schedule .*0.9.*, not .*0.5"),
+        ({"perturb": 1e-6}, "seed3-perturbed is finished with perturb 1e-07, not 1e-06"),
+    ],
+)
+def test_a_finished_cell_of_another_recipe_is_not_taken_for_the_rows(changes, message, tmp_path):
+    c = ablation_tiny.get_config("smoke")
+    c.ablate.update(rows=("fp8_current", ("mine", "mxfp4", ((0.9, "fp8_current"),))), perturbed=("mine",), seeds=(3,))
+    for cell in grid.cells(c.ablate):
+        loop.write_json(tmp_path / cell.path / "result.json", json.loads(json.dumps(grid._asked(c, cell))))
+    grid.check_finished(c, grid.cells(c.ablate), tmp_path)
+    c.ablate.update(changes)
+    with pytest.raises(InputError, match=message):
+        grid.check_finished(c, grid.cells(c.ablate), tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["", "full", "smoke"])

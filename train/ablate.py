@@ -46,6 +46,7 @@ def main() -> int:
             loop.check_fits(grid.settings_of(CONFIG.value, cell))
         except InputError as error:
             raise InputError(f"row {cell.label}: {error}") from None
+    grid.check_finished(CONFIG.value, cells, workdir)
     _claim(workdir, CONFIG.value)
     code = cli.DONE if REPORT_ONLY.value else supervise(cells, workdir, CONFIG.value.train.steps, JOBS.value or _default_jobs())
     result = ablation_report.write(workdir, CONFIG.value, cells, pathlib.Path(REPORT.value or workdir))

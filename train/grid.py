@@ -80,6 +80,9 @@ def cells(section: Any) -> list[Cell]:
         if label == section.baseline:
             shares = section.horizons
             out += [dataclasses.replace(c, arm=HORIZON, share=share) for share in shares for c in row[: section.horizon_seeds]]
+    paths = [cell.path for cell in out]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise InputError(f"ablate: two cells would share {twice[0]}: their labels or horizons must differ in more than signs")
     return out
 
 
@@ -93,6 +96,16 @@ def settings_of(config: Any, cell: Cell):
     if cell.schedule:
         changed.quant.schedule = tuple((round(steps * share), recipe) for share, recipe in cell.schedule)
     return train_config.resolve(changed)
+
+
+def check_finished(config: Any, cells: list[Cell], workdir: pathlib.Path) -> None:
+    """Raise InputError where a finished cell ran another recipe, schedule or perturbation than its row says now."""
+    for cell in cells:
+        result, asked = result_of(workdir / cell.path) or {}, json.loads(json.dumps(_asked(config, cell)))
+        for key, value in asked.items():
+            if result.get(key, value) != value:
+                was = f"{workdir / cell.path} is finished with {key} {result[key]}, not {value}"
+                raise InputError(f"{was}: choose another label or --workdir")
 
 
 def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
@@ -131,7 +144,7 @@ def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any
     initial = (lambda state: step.perturb(state, config.ablate.perturb)) if cell.arm == PERTURBED else None
     run = loop.Run(settings, directory, dataset, mesh, programs=shared, initial=initial)
     started = time.monotonic()
-    result: dict[str, Any] = {"label": cell.label, "recipe": cell.recipe, "seed": cell.seed, "arm": cell.arm}
+    result: dict[str, Any] = {"label": cell.label, "seed": cell.seed, "arm": cell.arm, **_asked(config, cell)}
     try:
         done = run.train(stop)
         if done.stopped:
@@ -153,6 +166,12 @@ def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any
         "seconds": round(time.monotonic() - started, 1),
     }
     loop.write_json(directory / "result.json", result)
+
+
+def _asked(config: Any, cell: Cell) -> dict[str, Any]:
+    """Return what a cell's directory does not tell: its result holds this, to be compared when the grid runs again."""
+    perturb = {"perturb": config.ablate.perturb} if cell.arm == PERTURBED else {}
+    return {"recipe": cell.recipe, "schedule": cell.schedule, **perturb}
 
 
 def result_of(directory: pathlib.Path) -> dict[str, Any] | None:
