@@ -52,6 +52,20 @@ def test_the_cells_of_a_grid():
         ({"contrasts": (("mxfp4", "mxfp5"),)}, "'mxfp5' is no row"),
         ({"rows": ("fp8_current", ("my row", "mxfp4"), ("my_row", "mxfp4_sr"))}, "two cells would share cells/my_row/seed3"),
         ({"horizons": (0.5, 0.5)}, "two cells would share cells/fp8_current/seed3-horizon0.5"),
+        ({"horizons": ("0.5",)}, "horizons=.* must be numbers"),
+        ({"seeds": (1, "2")}, "seeds=.* must be numbers"),
+        ({"contrasts": (("mxfp4",),)}, "must be pairs of labels"),
+        *(
+            ({"rows": ("fp8_current", row)}, r"ablate.rows: .* is no recipe, \(label, recipe\)")
+            for row in (
+                3,
+                (),
+                ("mine",),
+                ("..", "mxfp4"),
+                ("mine", "mxfp4", (0.5, "none")),
+                ("mine", "mxfp4", (("1", "none"),)),
+            )
+        ),
     ],
 )
 def test_a_grid_that_cannot_be_is_refused(changes, message):
@@ -64,20 +78,21 @@ def test_a_grid_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rows": ("fp8_current", ("mine", "mxfp4:rule=ceil"))}, "seed3 is finished with recipe mxfp4, not mxfp4:rule=ceil"),
-        ({"rows": ("fp8_current", ("mine", "mxfp4", ((0.5, "fp8_current"),)))}, "is finished with schedule .*0.9.*, not .*0.5"),
-        ({"perturb": 1e-6}, "seed3-perturbed is finished with perturb 1e-07, not 1e-06"),
+        ({"rows": ("fp8_current", ("mine", "mxfp4:rule=ceil"))}, "seed3 ran with recipe mxfp4, not mxfp4:rule=ceil"),
+        ({"rows": ("fp8_current", ("mine", "mxfp4", ((0.5, "fp8_current"),)))}, "ran with schedule .*0.9.*, not .*0.5"),
+        ({"perturb": 1e-6}, "seed3-perturbed ran with perturb 1e-07, not 1e-06"),
     ],
 )
-def test_a_finished_cell_of_another_recipe_is_not_taken_for_the_rows(changes, message, tmp_path):
+@pytest.mark.parametrize("name", ["result.json", "asked.json"])
+def test_a_cell_of_another_recipe_is_not_taken_for_the_rows(changes, message, name, tmp_path):
     c = ablation_tiny.get_config("smoke")
     c.ablate.update(rows=("fp8_current", ("mine", "mxfp4", ((0.9, "fp8_current"),))), perturbed=("mine",), seeds=(3,))
     for cell in grid.cells(c.ablate):
-        loop.write_json(tmp_path / cell.path / "result.json", json.loads(json.dumps(grid._asked(c, cell))))
-    grid.check_finished(c, grid.cells(c.ablate), tmp_path)
+        loop.write_json(tmp_path / cell.path / name, grid._asked(c, cell))
+    grid.check_begun(c, grid.cells(c.ablate), tmp_path)
     c.ablate.update(changes)
     with pytest.raises(InputError, match=message):
-        grid.check_finished(c, grid.cells(c.ablate), tmp_path)
+        grid.check_begun(c, grid.cells(c.ablate), tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["", "full", "smoke"])
@@ -243,12 +258,13 @@ def test_smoke_twice_is_bit_identical_whether_killed_or_not_and_reports(tmp_path
     assert (result["finished"], result["cells"]) == (5, 5)
     other, fewer = tmp_path / "other", ("--jobs=1", "--config.ablate.horizons=()")
     arguments = command("train.ablate", "--config=configs/ablation_tiny.py:smoke", f"--workdir={other}", *fewer)
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), process_group=0, stdout=subprocess.DEVNULL)
     row = other / "cells" / "fp8_current" / "seed0" / "metrics.jsonl"
     while process.poll() is None and not (row.exists() and len(read_rows(row)) > 12):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 143
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    assert process.wait() == 130
+    assert any((row.parent / "checkpoints").iterdir())
     assert "0 of 3 cells finished" in (other / "report.md").read_text()
     run(other, *fewer)
     one = losses(tmp_path / "one")
@@ -302,6 +318,18 @@ def test_a_worker_helps_with_another_ones_row_and_leaves_its_cells(tmp_path, mon
     assert ran == ["seed3", "seed0"]
     assert grid.work(c, cells, tmp_path) == 0
     assert ran == ["seed3", "seed0", "seed1"]
+
+
+def test_cells_that_others_still_run_are_said_to_be_left(tmp_path):
+    workdir = tmp_path / "grid"
+    locked = [cli.lock_file(workdir / f"{cell.path}.lock") for cell in grid.cells(ablation_tiny.get_config("smoke").ablate)]
+    arguments = ["--config=configs/ablation_tiny.py:smoke", "--workdir", str(workdir), "--jobs", "1"]
+    code, out, err = helpers.run("train.ablate", *arguments)
+    for file in locked:
+        assert file is not None
+        file.close()
+    assert (code, json.loads(out[-1])["finished"]) == (2, 0)
+    assert err[-1] == "error: 5 cells are still run by others, cells/fp8_current/seed0 first: run this again later"
 
 
 def test_bad_input_is_one_line(tmp_path):

@@ -48,6 +48,10 @@ TEMPORARIES = {
     "unclipped": (small(remat="full", **WIDE, optimizer__clip_norm=0.0), "update"),
     "muon": (small(remat="full", **WIDE, optimizer__name="muon"), "update"),
     "muon on a mesh": (small(remat="full", **{**WIDE, "train__batch_size": 4}, optimizer__name="muon", mesh__fsdp=4), "update"),
+    "muon unrolled": (small(remat="full", **WIDE, optimizer__name="muon", model__scan_layers=False), "update"),
+    "muon on tensor": (small(remat="full", **WIDE, optimizer__name="muon", mesh__tensor=2, mesh__fsdp=1), "update"),
+    "averaged": (small(remat="full", **WIDE, optimizer__ema_decay=0.9), "update"),
+    "spikes": (small(remat="full", **WIDE, train__skip_spikes=6.0), "update"),
     "microbatches": (small("bf16", **WIDE, train__accumulation=2), "block"),
     "on a mesh": (small(remat="full", **SHARDED), "block"),
     "a kept block": (small("mxfp4", quant__keep_last=1, data__seq_len=32), "block"),
@@ -314,6 +318,16 @@ def test_a_config_s_own_rules_are_a_row_of_their_own():
     recipes = json.loads(out[-1])["recipes"]
     assert set(recipes) == {"mxfp4_h16, this config", "mxfp4_h16", "fp8_current"}
     assert recipes["mxfp4_h16, this config"]["flops"]["bf16"] > recipes["mxfp4_h16"]["flops"]["bf16"]
+
+
+def test_a_recipe_nobody_named_is_left_out_where_it_cannot_run():
+    plain = [TINY, "--config.model.d_ff=80", "--config.quant.recipe=none", "--device=b200", "--devices=2"]
+    code, out, err = run("train.plan", *plain)
+    assert code == 0, err
+    assert set(json.loads(out[-1])["recipes"]) == {"none", "fp8_current", "bf16"}
+    assert err[0].startswith("not compared: mxfp4: mlp/gate dgrad: d_ff per device = 80 is not a multiple of 32")
+    code, _, err = run("train.plan", *plain, "--recipe=mxfp4")
+    assert (code, len(err)) == (2, 1)
 
 
 def test_the_entry_point_prints_tables_and_one_object():

@@ -3,11 +3,13 @@
 import os
 import signal
 
+import jax
+import numpy as np
 import pytest
 from helpers import Processes, argv, rows, run, wait_for_step, write_corpus
 
-from train import processes
-from train.errors import InputError
+from train import checkpoint, processes
+from train.errors import InputError, ToldElsewhere
 
 STEPS = {"train__steps": 9, "train__checkpoint_every": 2, "train__eval_every": 4, "mesh__fsdp": 2, "mesh__tensor": 2}
 
@@ -80,3 +82,30 @@ def test_a_config_that_only_one_process_cannot_use_ends_all_with_2(corpus, tmp_p
 def test_what_cannot_find_its_processes_is_refused(flags, message):
     with pytest.raises(InputError, match=message):
         processes.start(**flags)
+
+
+def test_an_error_keeps_its_kind_where_it_happened_and_is_told_elsewhere(monkeypatch):
+    """A checkpoint that one process cannot reach just now must not be taken for a damaged one there."""
+    text = np.frombuffer(b"later".ljust(processes.TEXT, b"\0"), np.uint8)
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda mine: np.stack([np.zeros_like(mine), text]))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process, kind in ((1, checkpoint.Unavailable), (0, ToldElsewhere)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with pytest.raises(InputError, match="process 1: later") as raised:
+            fail_together(checkpoint.Unavailable("later") if process == 1 else None)
+        assert type(raised.value) is kind
+
+
+def fail_together(error):
+    with processes.together():
+        if error is not None:
+            raise error
+
+
+def test_what_waiting_for_a_name_took_is_not_waited_for_again(monkeypatch):
+    now, given = [0.0], {}
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes, "_wait_for_name", lambda *_: now.append(now.pop() + 200))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    processes.start(coordinator="host:1", processes=2, process=0, join_s=300)
+    assert given["initialization_timeout"] == 100

@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from train import ablation_report, cli, grid, loop
-from train.errors import InputError
+from train.errors import InputError, write_whole
 from train.metrics import read_rows
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def main() -> int:
             loop.check_fits(grid.settings_of(CONFIG.value, cell))
         except InputError as error:
             raise InputError(f"row {cell.label}: {error}") from None
-    grid.check_finished(CONFIG.value, cells, workdir)
+    grid.check_begun(CONFIG.value, cells, workdir)
     _claim(workdir, CONFIG.value)
     code = cli.DONE if REPORT_ONLY.value else supervise(cells, workdir, CONFIG.value.train.steps, JOBS.value or _default_jobs())
     result = ablation_report.write(workdir, CONFIG.value, cells, pathlib.Path(REPORT.value or workdir))
@@ -57,10 +57,12 @@ def main() -> int:
 def supervise(cells: list[grid.Cell], workdir: pathlib.Path, steps: int, jobs: int) -> int:
     """Start the workers, show the progress of the whole grid, wait; return the exit code."""
     stop = cli.StopRequest()
-    arguments = [arg for arg in sys.argv[1:] if not arg.startswith(("--jobs", "--workdir", "--worker", "--report"))]
-    command = [sys.executable, "-m", "train.ablate", *arguments, f"--workdir={workdir}", "--worker"]
+    of_worker = (f"--workdir={workdir}", "--worker")  # the last of a flag counts
+    command = [sys.executable, "-m", "train.ablate", *sys.argv[1:], *of_worker]
     logs = [open(workdir / f"worker{i}.log", "a") for i in range(jobs)]  # noqa: SIM115
-    workers = [subprocess.Popen(command, env=_worker_environment(), stdout=out, stderr=out) for out in logs]
+    # A terminal's Ctrl-C goes to a whole process group: workers have their own, as a second signal would end them unsaved.
+    options: Any = {"env": _worker_environment(), "process_group": 0}
+    workers = [subprocess.Popen(command, stdout=out, stderr=out, **options) for out in logs]
     total = sum(round(steps * cell.share) for cell in cells)
     first, started, said = _steps_done(cells, workdir, steps), time.monotonic(), 0.0
     try:
@@ -86,6 +88,9 @@ def supervise(cells: list[grid.Cell], workdir: pathlib.Path, steps: int, jobs: i
             lines = (workdir / f"worker{i}.log").read_text().splitlines()
             print(f"worker {i} ended with {worker.returncode}: {lines[-1] if lines else ''}", file=sys.stderr)
             return worker.returncode
+    if left := [cell.path for cell in cells if grid.result_of(workdir / cell.path) is None]:
+        print(f"error: {len(left)} cells are still run by others, {left[0]} first: run this again later", file=sys.stderr)
+        return cli.BAD_INPUT
     return cli.DONE
 
 
@@ -120,7 +125,8 @@ def _claim(workdir: pathlib.Path, config: Any) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         if path.exists() and json.loads(path.read_text()) != shared:
             raise InputError(f"{workdir} holds an ablation of another config: choose another --workdir")
-        path.write_text(json.dumps(shared, sort_keys=True, indent=1))
+        if not path.exists():
+            write_whole(path, json.dumps(shared, sort_keys=True, indent=1))
     except (OSError, ValueError) as error:
         raise InputError(f"workdir {workdir} cannot be used: {error}") from None
 

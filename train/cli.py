@@ -62,8 +62,8 @@ def run(main: Callable[[], int]) -> None:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = BAD_INPUT
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error) and not _is_one_of_many():
-            print("error: out of memory on the device: " + " ".join(str(error).split())[:300], file=sys.stderr)
+        if _out_of_memory(error) and not _is_one_of_many():
+            print(f"error: {_out_of_memory(error)}", file=sys.stderr)
             sys.exit(BAD_INPUT)
         if not (_is_one_of_many() or isinstance(error, StorageError)):
             raise
@@ -81,6 +81,13 @@ def _is_one_of_many() -> bool:
     return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def _out_of_memory(error: Exception) -> str:
+    """Return what to say of an error that is for want of memory on a device, "" for any other."""
+    if "RESOURCE_EXHAUSTED" not in str(error) or isinstance(error, StorageError):
+        return ""
+    return "out of memory on the device: " + " ".join(str(error).split())[:300]
+
+
 def _leave(error: Exception) -> NoReturn:
     """End at once one of many processes, or one whose save failed.
 
@@ -92,7 +99,10 @@ def _leave(error: Exception) -> NoReturn:
     many = _is_one_of_many()
     who = f"process {jax.process_index()} of {jax.process_count()} ends: " if many else ""
     reason = str(error).rpartition("cannot be written: ")[2]  # a StorageError's, without the path, whatever that is called
-    if isinstance(error, jax.errors.JaxRuntimeError) or (many and _UNREACHABLE.search(reason)):
+    if said := _out_of_memory(error):
+        code = BAD_INPUT
+        print(f"error: {who}{said}", file=sys.stderr)
+    elif isinstance(error, jax.errors.JaxRuntimeError) or (many and _UNREACHABLE.search(reason)):
         lines, code = str(error).splitlines(), LOST
         print(f"error: {who}another process was lost, or cannot be reached ({lines[0][:200]})", file=sys.stderr)
     elif isinstance(error, StorageError):

@@ -395,15 +395,16 @@ def with_impl(settings: Settings, impl: str) -> Settings:
 
 
 def check_cooldown(old: dict[str, Any], new: dict[str, Any], at: int) -> None:
-    """Raise InputError when a run of step `at` moves the end of "wsd" with its rate falling, before or after the move.
+    """Raise InputError when a run of step `at` moves the cool-down of "wsd" after it began, before or after the move.
 
     old, new: `to_dict` results that `differences` finds nothing in.
     """
-    begins = [tree["optimizer"]["decay_steps"] - tree["optimizer"]["cooldown_steps"] for tree in (old, new)]
-    if new["optimizer"]["schedule"] == "wsd" and begins[0] != begins[1] and at > min(begins):
+    ends = [tree["optimizer"]["decay_steps"] for tree in (old, new)]
+    begins = [end - tree["optimizer"]["cooldown_steps"] for end, tree in zip(ends, (old, new), strict=True)]
+    if new["optimizer"]["schedule"] == "wsd" and (begins, ends) != (begins[::-1], ends[::-1]) and at > min(begins):
         raise InputError(
-            f"the cool-down began at step {begins[0]} and would now at {begins[1]}, the newest checkpoint is of step {at}: "
-            "to move it, remove the checkpoints after the earlier of these steps"
+            f"the cool-down was from step {begins[0]} to {ends[0]} and would now be from {begins[1]} to {ends[1]}, the newest "
+            f"checkpoint is of step {at}: to move it, remove the checkpoints after step {min(begins)}"
         )
 
 

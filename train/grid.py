@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from fp4jax.recipe import Recipe
 from train import config as train_config
 from train import loop, page, step
 from train.cli import DONE, StopRequest, lock_file
@@ -63,16 +62,20 @@ class Cell:
 
 def cells(section: Any) -> list[Cell]:
     """Return the cells of an `ablate` section, those of one row together; raises InputError for one that cannot be."""
-    rows = {row[0]: row[1:] for row in ((row, row) if isinstance(row, str) else tuple(row) for row in section.rows)}
+    rows = {label: (recipe, schedule) for label, recipe, schedule in map(_row, section.rows)}
     seeds = tuple(section.seeds)
+    for name, kind, values in (("seeds", int, seeds), ("horizons", int | float, section.horizons)):
+        if not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
+            raise InputError(f"ablate.{name}={values} must be numbers")
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in section.contrasts):
+        raise InputError(f"ablate.contrasts={section.contrasts} must be pairs of labels")
     if len(rows) != len(section.rows) or not rows or not seeds or len(set(seeds)) != len(seeds):
         raise InputError(f"ablate.rows={section.rows} and ablate.seeds={seeds} must not be empty or hold anything twice")
     for label in (section.baseline, *section.perturbed, *(label for pair in section.contrasts for label in pair)):
         if label not in rows:
             raise InputError(f"ablate: {label!r} is no row; choose from {list(rows)}")
     out = []
-    for label, (recipe, *rest) in rows.items():
-        schedule = tuple(tuple(entry) for entry in rest[0]) if rest else ()
+    for label, (recipe, schedule) in rows.items():
         row = [Cell(label, recipe, seed, schedule=schedule) for seed in seeds]
         out += row
         if label in section.perturbed:
@@ -84,6 +87,18 @@ def cells(section: Any) -> list[Cell]:
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise InputError(f"ablate: two cells would share {twice[0]}: their labels or horizons must differ in more than signs")
     return out
+
+
+def _row(row: Any) -> tuple[str, str, tuple[tuple[float, str], ...]]:
+    """Return label, recipe and schedule of one of ablate.rows."""
+    match (row, row) if isinstance(row, str) else row:
+        case [str(label), str(recipe)] if label.strip("."):
+            return label, recipe, ()
+        case [str(label), str(recipe), [*phases]] if label.strip("."):
+            pairs = [phase for phase in phases if isinstance(phase, tuple | list) and len(phase) == 2]
+            if len(pairs) == len(phases) and all(isinstance(p[0], int | float) and isinstance(p[1], str) for p in pairs):
+                return label, recipe, tuple((share, name) for share, name in pairs)
+    raise InputError(f"ablate.rows: {row!r} is no recipe, (label, recipe) or (label, recipe, ((share, recipe), …))")
 
 
 def settings_of(config: Any, cell: Cell):
@@ -98,14 +113,14 @@ def settings_of(config: Any, cell: Cell):
     return train_config.resolve(changed)
 
 
-def check_finished(config: Any, cells: list[Cell], workdir: pathlib.Path) -> None:
-    """Raise InputError where a finished cell ran another recipe, schedule or perturbation than its row says now."""
+def check_begun(config: Any, cells: list[Cell], workdir: pathlib.Path) -> None:
+    """Raise InputError where a cell ran, whole or in part, with another recipe, schedule or perturbation than its row has."""
     for cell in cells:
-        result, asked = result_of(workdir / cell.path) or {}, json.loads(json.dumps(_asked(config, cell)))
+        directory, asked = workdir / cell.path, json.loads(json.dumps(_asked(config, cell)))
+        ran = result_of(directory) or _read(directory / "asked.json") or {}
         for key, value in asked.items():
-            if result.get(key, value) != value:
-                was = f"{workdir / cell.path} is finished with {key} {result[key]}, not {value}"
-                raise InputError(f"{was}: choose another label or --workdir")
+            if ran.get(key, value) != value:
+                raise InputError(f"{directory} ran with {key} {ran[key]}, not {value}: choose another label or --workdir")
 
 
 def work(config: Any, grid: list[Cell], workdir: pathlib.Path) -> int:
@@ -141,6 +156,7 @@ def run_row(config: Any, row: list[Cell], workdir: pathlib.Path, stop: StopReque
 def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any, Any], stop: StopRequest) -> None:
     settings = settings_of(config, cell)
     dataset, mesh, _ = loop.prepare(settings, directory)
+    loop.write_json(directory / "asked.json", _asked(config, cell))
     initial = (lambda state: step.perturb(state, config.ablate.perturb)) if cell.arm == PERTURBED else None
     run = loop.Run(settings, directory, dataset, mesh, programs=shared, initial=initial)
     started = time.monotonic()
@@ -149,9 +165,8 @@ def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any
         done = run.train(stop)
         if done.stopped:
             return
-        plain = dataclasses.replace(settings, numerics=dataclasses.replace(settings.numerics, recipe=Recipe(), keep_last=0))
         if "plain" not in shared:
-            shared["plain"] = step.make_eval_step(plain, mesh)
+            shared["plain"] = step.make_eval_step(train_config.in_recipe(settings, "none"), mesh)
         unquantized = step.validation_loss(shared["plain"], mesh, run.state, step.val_batches(settings, mesh, dataset))
         result |= {"val_loss": done.val_loss, "val_loss_unquantized": unquantized, "diverged": None}
     except loop.GuardError as error:
@@ -169,12 +184,15 @@ def _run_cell(config: Any, cell: Cell, directory: pathlib.Path, shared: dict[Any
 
 
 def _asked(config: Any, cell: Cell) -> dict[str, Any]:
-    """Return what a cell's directory does not tell: its result holds this, to be compared when the grid runs again."""
+    """Return what a cell's config.json does not tell: kept beside it and in its result, compared when the grid runs again."""
     perturb = {"perturb": config.ablate.perturb} if cell.arm == PERTURBED else {}
     return {"recipe": cell.recipe, "schedule": cell.schedule, **perturb}
 
 
 def result_of(directory: pathlib.Path) -> dict[str, Any] | None:
     """Return what a finished cell wrote, None for one that is not finished."""
-    path = directory / "result.json"
+    return _read(directory / "result.json")
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None

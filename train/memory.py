@@ -5,7 +5,8 @@ fullest of these moments, with L blocks and everything per device:
 
     head    saved of L blocks + logits and their gradient + the head's gradient and operand
     block   saved of L blocks + gradients so far + one block's interior and cotangents + its weights and their gradient
-    update  gradients, and the clipped ones, which both moments read, or both new moments; of Muon its directions and iterates
+    update  gradients, and the clipped ones, which both moments read, or both new moments, where spikes are skipped both; of
+            Muon its directions and iterates (unrolled blocks on a mesh that shards them take a third to all of what is said)
 
     evaluation  the largest of attention, MLP and head of a forward pass over its own batch, with the weights of one block
 
@@ -239,15 +240,20 @@ def update_lines(settings: Settings, s: Local, params: Any) -> list[Line]:
     lines = [Line("gradients", gradients, "4 B · parameters")]
     if settings.optimizer.clip_norm:
         lines.append(Line("clipped gradients", gradients, "4 B · parameters: both moments read them"))
-    else:
+    muon = settings.optimizer.name == "muon"
+    if not settings.optimizer.clip_norm or (settings.train.skip_spikes and not muon):
         lines.append(Line("new moments", 2 * gradients, "2 · 4 B · parameters: written apart from the old ones"))
-    if settings.optimizer.name == "muon":
-        at_once = 1 if settings.model.scan_layers else s.L
+    elif settings.optimizer.ema_decay and not muon:
+        lines.append(Line("new averaged weights", gradients, "4 B · parameters: written apart from the old ones"))
+    if muon:
+        at_once = 1 if settings.model.scan_layers else s.L / 2
+        if settings.mesh.tensor > 1 and s.fsdp == 1:
+            at_once /= 2  # products over split columns wait for one another
         squares = sum(min(k, n) ** 2 for k, n in s.linears.values())
         moved = jax.tree.map(lambda x, of: x if of else None, params, optimizer.is_hidden_matrix(params))
         lines.append(Line("Muon's directions", tree_bytes(moved), "4 B · parameters that Muon moves"))
-        what = "4·(5·W + 3·Σ min(in, out)²) / fsdp, " + ("of one block" if at_once == 1 else "of all blocks")
-        lines.append(Line("Newton–Schulz", at_once * 4 * (5 * s.W + 3 * squares) // s.fsdp, what))
+        what = f"4·(5·W + 3·Σ min(in, out)²) / fsdp, of {at_once:g} blocks"
+        lines.append(Line("Newton–Schulz", round(at_once * 4 * (5 * s.W + 3 * squares) / s.fsdp), what))
     return lines
 
 

@@ -8,6 +8,7 @@ config that does not fit the device's memory is refused with exit code 2. The la
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import rich.console
@@ -49,12 +50,24 @@ def main() -> int:
         own += ", this config"
     choices = {own: settings, **choices}
     lengths = {"microbatch": settings.train.microbatch, "seq_len": settings.data.seq_len}
-    for name, choice in [*choices.items(), *((phase.recipe_name, phase) for phase in settings.phases())]:
+
+    def check(name: str, choice: Any) -> None:
         try:
             with triton_call.assume_target(device.arch):
                 sharding.check(mesh, settings.model, choice.numerics, **lengths, reduce=settings.train.grad_reduce_dtype)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
+
+    for phase in settings.phases():
+        check(phase.recipe_name, phase)
+    for name, choice in list(choices.items()):
+        try:
+            check(name, choice)
+        except InputError as error:
+            if RECIPE.value or name not in COMPARED:
+                raise
+            print(f"not compared: {error}", file=sys.stderr)
+            del choices[name]
     for phase in settings.phases():
         memory.check_fits(phase, mesh, device.memory)
     cli.print_result(_report(settings, mesh, device, choices))

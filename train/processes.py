@@ -60,6 +60,7 @@ def start(
     for name, seconds in {"--heartbeat": heartbeat_s, "--join_timeout": join_s}.items():
         if seconds < 1:
             raise InputError(f"{name}={seconds} is below one second")
+    until = time.monotonic() + join_s
     if coordinator is not None:
         _wait_for_name(coordinator, join_s)
     try:
@@ -68,7 +69,7 @@ def start(
             processes,
             process,
             cluster_detection_method=cluster or "deactivate",
-            initialization_timeout=join_s,
+            initialization_timeout=max(1, round(until - time.monotonic())),
             heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=2 * heartbeat_s,
         )
@@ -105,7 +106,7 @@ def is_primary() -> bool:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Leave the block at the same time on every process: an InputError of one of them is raised by all.
+    """Leave the block at the same time on every process: an InputError of one of them, of its own kind there, is raised by all.
 
     What runs in the block must not wait for other processes.
     """
@@ -122,7 +123,8 @@ def together() -> Iterator[None]:
     texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(TEXT, b"\0"), np.uint8))
     for process, row in enumerate(texts):
         if said := bytes(row).rstrip(b"\0").decode(errors="replace"):
-            raise (InputError if process == jax.process_index() else ToldElsewhere)(f"process {process}: {said}")
+            kind = ToldElsewhere if error is None or process != jax.process_index() else type(error)
+            raise kind(f"process {process}: {said}")
 
 
 def check_same(what: str, text: str) -> None:

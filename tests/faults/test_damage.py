@@ -78,7 +78,12 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before(saved, tmp_
     jax.tree.map(np.testing.assert_array_equal, *(leaves(restore(s, w)[0]) for w in (copy, workdir)))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), ValueError("UNAVAILABLE: later")])
+STALE = ValueError("ABORTED: Error reading local file: Stale file handle [os_error_code='116']")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ESTALE, "Stale file handle"), STALE, MemoryError(), ValueError("UNAVAILABLE: later")]
+)
 def test_a_checkpoint_that_cannot_be_read_just_now_stays_where_it_is(saved, tmp_path, monkeypatch, error):
     s, workdir = saved
     copy = tmp_path / "run"

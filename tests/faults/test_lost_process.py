@@ -65,3 +65,6 @@ def test_a_process_that_cannot_write_its_part_says_so_and_leaves(capsys, monkeyp
         assert left.pop() == cli.LOST
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: process 0 of 2 ends: another process was lost, or cannot be reached (")
+    cli._leave(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"))
+    assert left.pop() == cli.BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: process 0 of 2 ends: out of memory on the device: RESOURCE_EXHAUSTED")
